@@ -1,0 +1,349 @@
+"""The command line: what it refuses and when, what it prints where, how it stops; and the real thing, as a process."""
+import io, json, os, pty, select, signal, subprocess, sys, sysconfig, time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_mlx import __version__, cli
+from vllm_mlx.models import load, tiny_model
+
+COMMAND = Path(sysconfig.get_path("scripts"))/"vllm_mlx"
+PNG = b"\x89PNG\r\n\x1a\n"
+QUESTION = "What is the secret code of the old museum?"
+JSON_KEYS = {"prompt_tokens", "kept_tokens", "keep_pct", "answer", "ttft_s", "score_s", "select_s", "prefill_s", "why_dense"}
+COMPARE_KEYS = {"dense_ttft_s", "dense_answer", "speedup"}
+
+
+@pytest.fixture(scope="module")
+def real():
+    "The default model, loaded once for all tests that run it in this process."
+    return load(cli.DEFAULT_MODEL)
+
+
+@pytest.fixture
+def loaded(real, monkeypatch):
+    monkeypatch.setattr(cli, "open_model", lambda name: real)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    "Fails the test if a model is loaded."
+    monkeypatch.setattr(cli, "open_model", lambda name: pytest.fail("a model was loaded before the mistake was found"))
+
+
+def text_file(tmp_path, n_lines=60, fact="The secret code of the old museum is 4821."):
+    "A text of about 1,200 tokens by default, above the threshold for a sparse prefill, with a fact in its middle."
+    lines = [f"Entry {i}: the weather was calm and nothing happened that was worth a note." for i in range(n_lines)]
+    lines.insert(n_lines//2, fact)
+    path = tmp_path/"diary.txt"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def call(*words, stdin=b"", capsys=None, monkeypatch=None):
+    "(exit code, standard output, standard error) of `main` in this process."
+    if monkeypatch: monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
+    code = cli.main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+# --- mistakes ---
+
+@pytest.mark.parametrize("words, phrase", [
+    ((), "COMMAND"),
+    (("sing",), "sing"),
+    (("ask",), "FILE"),
+    (("ask", "a.txt"), "QUESTION"),
+    (("ask", "a.txt", "b", "c"), "unrecognized arguments: c"),
+    (("ask", "missing.txt", "Why?"), "missing.txt: No such file"),
+    (("ask", ".", "Why?"), "Is a directory"),
+    (("ask", "latin1.txt", "Why?"), "latin1.txt is not UTF-8: byte 0xe9 at position 3"),
+    (("ask", "empty.txt", "Why?"), "empty.txt is empty"),
+    (("ask", "blank.txt", "Why?"), "blank.txt is empty"),
+    (("ask", "-", "Why?"), "standard input is empty"),
+    *((("demo", "--keep-pct", p), f"{p!r} is not a share") for p in ("0", "1.01", "20", "nan", "inf", "x", "1e-400")),
+    (("demo", "--keep-pct=-0.2"), "'-0.2' is not a share"),
+    *((("demo", "--max-tokens", n), f"{n!r} is not a whole number") for n in ("0", "1.5", "many", "²")),
+    (("demo", "--scorer", "guess"), "guess"),
+    (("demo", "--positions", "upside-down"), "upside-down"),
+    (("demo", "--plot", "out.docx"), "does not end in"),
+    (("demo", "--plot", "no/folder/out.png"), "cannot write no/folder/out.png: No such file"),
+    (("demo", "--plot", "empty.txt/out.png"), "cannot write empty.txt/out.png: Not a directory"),
+    (("demo", "--keep", "0.2"), "--keep"),
+    (("demo", "--quiet"), "--quiet"),
+])
+def test_mistake_is_one_line_and_two(words, phrase, tmp_path, monkeypatch, capsys, no_model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path/"empty.txt").write_bytes(b"")
+    (tmp_path/"blank.txt").write_bytes(b"\xef\xbb\xbf \n\t\n")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    code, out, err = call(*words, capsys=capsys, monkeypatch=monkeypatch)
+    assert (code, out) == (2, "")
+    assert err.startswith("vllm_mlx: ") and err.count("\n") == 1 and phrase in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_unknown_model(option, tmp_path, monkeypatch, capsys, real):
+    (tmp_path/"model").mkdir()
+    good = cli.open_model
+    monkeypatch.setattr(cli, "open_model", lambda name: real if name == cli.DEFAULT_MODEL else good(name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("./nowhere", "nobody/no-such-model-here", str(tmp_path/"model")):
+        code, out, err = call("demo", option, name, capsys=capsys)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert repr(name) in err
+
+
+def test_draft_with_another_tokenizer(monkeypatch, capsys, real):
+    other = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    monkeypatch.setattr(cli, "open_model", lambda name: (real[0], other) if name == "other" else real)
+    code, out, err = call("demo", "--draft", "other", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "draft and target have different tokenizers" in err
+
+
+@pytest.mark.parametrize("words", [(), ("--positions", "contiguous", "--compare")])
+def test_longer_than_the_context(words, tmp_path, monkeypatch, capsys, real):
+    small = tiny_model("llama", max_position_embeddings=128, vocab_size=49152)
+    monkeypatch.setattr(cli, "open_model", lambda name: (small, real[1]))
+    monkeypatch.setattr(cli, "sparse_answer", lambda *a, **kw: pytest.fail("the model began to read"))
+    code, out, err = call("ask", text_file(tmp_path), QUESTION, *words, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "the model's context is 128" in err
+
+
+def test_empty_question(tmp_path, capsys, loaded):
+    code, out, err = call("ask", text_file(tmp_path), " ", capsys=capsys)
+    assert (code, out, err) == (2, "", "vllm_mlx: the question is empty\n")
+
+
+def test_help_imports_nothing_heavy():
+    code = ("import sys; from vllm_mlx.cli import main; assert main(['--help']) == 0; assert main(['ask', '--help']) == 0; "
+            "assert main(['demo', '--keep-pct', '20']) == 2; "
+            "heavy = {'mlx.core', 'mlx_lm', 'transformers', 'matplotlib', 'numpy', 'tqdm'} & set(sys.modules); assert not heavy, heavy")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--keep-pct" in done.stdout
+
+
+# --- options reach the pipeline ---
+
+class Prefill(SimpleNamespace):
+    "What the pipeline says it has done."
+    def __init__(self, n, **kw):
+        super().__init__(**{**dict(prompt_tokens=n, kept_tokens=n//5, keep_pct=0.2, importance=None, selected=None, why_dense="too short",
+                                   score_s=0.0, select_s=0.0, prefill_s=0.0, first_token_s=0.0, notes=["a note"]), **kw})
+
+
+@pytest.fixture
+def pipeline(monkeypatch, loaded):
+    "Stands in for the pipeline; records how it was made and called, and says what `pieces` holds."
+    import vllm_mlx.specprefill as module
+    seen = SimpleNamespace(calls=[], pieces=["It is ", "4821", "."], closed=0)
+
+    class SpecPrefill:
+        def __init__(self, model, draft=None, **settings):
+            self.model, self.tokenizer, self.settings = model, settings["tokenizer"], dict(settings, draft=draft)
+
+        def stream_generate(self, tokenizer, prompt, **how):
+            seen.calls.append(dict(prompt=prompt, **self.settings, **how))
+            try:
+                for told in (("score", 0, 9), ("score", 9, 9), ("prefill", 2, 2)): how["progress"](*told)
+                for i, piece in enumerate(seen.pieces):
+                    if isinstance(piece, BaseException): raise piece
+                    yield SimpleNamespace(text=piece, generation_tokens=i + 1, prefill=Prefill(len(prompt)))
+            finally: seen.closed += 1
+
+    monkeypatch.setattr(module, "SpecPrefill", SpecPrefill)
+    return seen
+
+
+@pytest.mark.parametrize("words, key, value", [
+    ((), "keep_pct", 0.2), (("--keep-pct", "0.05"), "keep_pct", 0.05),
+    ((), "max_tokens", 256), (("--max-tokens", "7"), "max_tokens", 7), (("--max-tokens", "999999"), "max_tokens", None),
+    ((), "scorer", "window"), (("--scorer", "lookahead"), "scorer", "lookahead"),
+    ((), "positions", "original"), (("--positions", "contiguous"), "positions", "contiguous"),
+    ((), "draft", None), (("--max-tokens", "7"), "reserve", 7),
+])
+def test_option_reaches_the_pipeline(words, key, value, tmp_path, capsys, pipeline):
+    assert call("ask", text_file(tmp_path), QUESTION, *words, capsys=capsys)[0] == 0
+    seen, = pipeline.calls
+    if value is None and key == "max_tokens": value = 8192 - len(seen["prompt"]) # what the context leaves
+    assert seen[key] == value
+    assert pipeline.closed == 1
+
+
+def test_models_reach_the_pipeline(tmp_path, monkeypatch, capsys, real, pipeline):
+    monkeypatch.setattr(cli, "open_model", lambda name: (real[0], real[1]) if name == "big" else (name, name + " tokenizer"))
+    assert call("ask", text_file(tmp_path), QUESTION, "--model", "big", "--draft", "small", capsys=capsys)[0] == 0
+    assert [pipeline.calls[0][k] for k in ("draft", "tokenizer", "draft_tokenizer")] == ["small", real[1], "small tokenizer"]
+
+
+def test_answer_streams_piece_by_piece(tmp_path, monkeypatch, loaded, pipeline):
+    "Each piece is written and flushed before the next is asked for."
+    class Out(io.StringIO):
+        def flush(self): flushed.append(self.getvalue())
+    flushed = []
+    monkeypatch.setattr(sys, "stdout", Out())
+    assert cli.main(["ask", text_file(tmp_path), QUESTION]) == 0
+    assert ["It is ", "It is 4821", "It is 4821."] == flushed[:3]
+    assert "read all" in flushed[-1] and "too short" in flushed[-1] and "note: a note" in flushed[-1]
+
+
+def test_json_is_alone_on_stdout(tmp_path, capsys, pipeline, real, monkeypatch):
+    def chatty(name):
+        print("a library says hello")
+        return real
+    monkeypatch.setattr(cli, "open_model", chatty)
+    pipeline.pieces = ["Käse ", "芝士", " 🧀"]
+    code, out, err = call("ask", text_file(tmp_path), QUESTION, "--json", capsys=capsys)
+    assert code == 0 and out.count("\n") == 1 and "hello" in err
+    report = json.loads(out)
+    assert JSON_KEYS <= report.keys() and not COMPARE_KEYS & report.keys()
+    assert report["answer"] == "Käse 芝士 🧀" and report["why_dense"] == "too short"
+
+
+def test_standard_input(capsys, monkeypatch, pipeline, real):
+    text = "Der Käse heißt 芝士.\n"
+    assert call("ask", "-", "Wie?", stdin=text.encode(), capsys=capsys, monkeypatch=monkeypatch)[0] == 0
+    assert text.strip() in real[1].decode(pipeline.calls[0]["prompt"])
+
+
+@pytest.mark.parametrize("error, code, words", [
+    (KeyboardInterrupt(), 130, "vllm_mlx: interrupted"),
+    (ValueError("keep_pct 7 is not a share"), 2, "vllm_mlx: keep_pct 7 is not a share"),
+    (OSError(28, "No space left on device"), 2, "No space left"),
+])
+def test_ends_without_traceback(error, code, words, tmp_path, capsys, pipeline):
+    "What was said before stays said; the generator is closed."
+    pipeline.pieces = ["It is ", error]
+    got, out, err = call("ask", text_file(tmp_path), QUESTION, capsys=capsys)
+    assert (got, out, pipeline.closed) == (code, "It is ", 1)
+    assert words in err and "Traceback" not in err
+
+
+def test_a_fault_of_ours_is_not_hidden(tmp_path, capsys, pipeline):
+    pipeline.pieces = [RuntimeError("a bug")]
+    with pytest.raises(RuntimeError, match="a bug"): call("ask", text_file(tmp_path), QUESTION, capsys=capsys)
+
+
+def test_a_terminal_without_the_letters(tmp_path, monkeypatch, pipeline):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    pipeline.pieces = ["Käse"]
+    assert cli.main(["ask", text_file(tmp_path), QUESTION]) == 0
+    assert b"K?se" in raw.getvalue()
+
+
+# --- the real pipeline, in this process ---
+
+def test_ask_json_compare(tmp_path, capsys, loaded, real):
+    picture = tmp_path/"kept.png"
+    code, out, err = call("ask", text_file(tmp_path), QUESTION, "--json", "--compare", "--plot", str(picture), "--max-tokens", "24", capsys=capsys)
+    assert code == 0, err
+    report = json.loads(out)
+    assert JSON_KEYS | COMPARE_KEYS <= report.keys()
+    assert report["why_dense"] is None and "4821" in report["answer"]
+    assert 0 < report["kept_tokens"] < 0.3*report["prompt_tokens"]
+    phases = sum(report[k] for k in ("score_s", "select_s", "prefill_s", "first_token_s"))
+    assert phases == pytest.approx(report["ttft_s"], rel=0.05, abs=0.05)
+    assert report["speedup"] == pytest.approx(report["dense_ttft_s"]/report["ttft_s"])
+    assert picture.read_bytes().startswith(PNG) and report["plot"] == str(picture)
+    from mlx_lm import generate
+    from vllm_mlx.needles import ask_prompt
+    prompt = ask_prompt(real[1], Path(text_file(tmp_path)).read_text(encoding="utf-8"), QUESTION)[0]
+    assert report["dense_answer"] == generate(*real, prompt, max_tokens=24).strip()
+
+
+def test_keep_everything_says_why(tmp_path, capsys, loaded):
+    picture = tmp_path/"kept.png"
+    code, out, err = call("ask", text_file(tmp_path, 20), QUESTION, "--keep-pct", "1", "--max-tokens", "8", "--plot", str(picture), "--json", capsys=capsys)
+    assert code == 0, err
+    report = json.loads(out)
+    assert "keep_pct is 1" in report["why_dense"] and report["kept_tokens"] == report["prompt_tokens"]
+    assert not picture.exists() and report["plot"] is None
+
+
+# --- the real thing, as a process ---
+
+def start(*words, **kw):
+    return subprocess.Popen([COMMAND, *words], **{**dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE), **kw})
+
+
+def test_version():
+    done = subprocess.run([COMMAND, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"vllm_mlx {__version__}\n", "")
+
+
+def test_ask_as_a_person_sees_it(tmp_path):
+    done = subprocess.run([COMMAND, "ask", text_file(tmp_path), QUESTION, "--compare", "--max-tokens", "24"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" # no bar where there is no terminal, no warning of any library
+    assert done.stdout.count("4821") == 2
+    for words in ("read ", " tokens (", "kept ", "first token after", "score ", "prefill ", "the whole prompt:", "times as fast"): assert words in done.stdout
+
+
+def test_bar_on_a_terminal(tmp_path):
+    "Standard error is a terminal: a bar shows while the prompt is read, and is wiped before the answer."
+    mine, theirs = pty.openpty()
+    process = start("ask", text_file(tmp_path), QUESTION, "--max-tokens", "8", stderr=theirs)
+    os.close(theirs)
+    shown, deadline = b"", time.time() + 300
+    while time.time() < deadline:
+        if select.select([mine], [], [], 1)[0]:
+            try: piece = os.read(mine, 4096)
+            except OSError: break # the other end is closed
+            if not piece: break
+            shown += piece
+        elif process.poll() is not None: break
+    out = process.communicate(timeout=60)[0]
+    os.close(mine)
+    assert process.returncode == 0 and b"first token after" in out
+    assert b"reading" in shown and b"tokens" in shown
+    assert shown.rsplit(b"\r", 2)[-2].strip() == b"" # wiped
+
+
+def test_ctrl_c_while_it_reads(tmp_path):
+    process = start("demo", "--keep-pct", "1", cwd=tmp_path)
+    assert b"secret code" in process.stdout.readline() # the model is loaded, reading begins
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"Traceback" not in err and b"Exception ignored" not in err and err.strip() == b"vllm_mlx: interrupted"
+
+
+def test_ctrl_c_while_it_loads(tmp_path):
+    process = start("ask", "-", QUESTION, stdin=subprocess.PIPE)
+    process.stdin.write(b"some text")
+    time.sleep(1) # it waits for the rest
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err.strip()) == (130, b"", b"vllm_mlx: interrupted")
+
+
+def test_reader_goes_away(tmp_path):
+    process = start("ask", text_file(tmp_path, 10), QUESTION)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert (process.wait(120), err) == (141, b"")
+
+
+def test_disk_is_full(tmp_path):
+    if not os.path.exists("/dev/full"): return
+    with open("/dev/full", "wb") as full: process = start("ask", text_file(tmp_path, 10), QUESTION, "--json", stdout=full)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and b"No space left" in err and err.count(b"\n") == 1
+
+
+def test_demo_finds_its_fact(tmp_path):
+    done = subprocess.run([COMMAND, "demo", "--json"], stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert 3900 < report["prompt_tokens"] <= 4000 and report["why_dense"] is None
+    assert report["expected"][0] in report["answer"] and report["expected"][0] in report["fact"]
+    assert (tmp_path/report["plot"]).read_bytes().startswith(PNG)
