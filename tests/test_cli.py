@@ -243,7 +243,7 @@ def test_a_terminal_without_the_letters(tmp_path, monkeypatch, pipeline):
 
 def test_ask_json_compare(tmp_path, capsys, loaded, real):
     picture = tmp_path/"kept.png"
-    code, out, err = call("ask", text_file(tmp_path), QUESTION, "--json", "--compare", "--plot", str(picture), "--max-tokens", "24", capsys=capsys)
+    code, out, err = call("ask", text_file(tmp_path), QUESTION, "--json", "--compare", "--plot", str(picture), "--max-tokens", "16", capsys=capsys)
     assert code == 0, err
     report = json.loads(out)
     assert JSON_KEYS | COMPARE_KEYS <= report.keys()
@@ -254,9 +254,10 @@ def test_ask_json_compare(tmp_path, capsys, loaded, real):
     assert report["speedup"] == pytest.approx(report["dense_ttft_s"]/report["ttft_s"])
     assert picture.read_bytes().startswith(PNG) and report["plot"] == str(picture)
     from mlx_lm import generate
+    from vllm_mlx.importance import default_step
     from vllm_mlx.needles import ask_prompt
     prompt = ask_prompt(real[1], Path(text_file(tmp_path)).read_text(encoding="utf-8"), QUESTION)[0]
-    assert report["dense_answer"] == generate(*real, prompt, max_tokens=24).strip()
+    assert report["dense_answer"] == generate(*real, prompt, max_tokens=16, prefill_step_size=default_step()).strip()
 
 
 def test_keep_everything_says_why(tmp_path, capsys, loaded):
@@ -280,7 +281,7 @@ def test_version():
 
 
 def test_ask_as_a_person_sees_it(tmp_path):
-    done = subprocess.run([COMMAND, "ask", text_file(tmp_path), QUESTION, "--compare", "--max-tokens", "24"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([COMMAND, "ask", text_file(tmp_path), QUESTION, "--compare", "--max-tokens", "16"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" # no bar where there is no terminal, no warning of any library
     assert done.stdout.count("4821") == 2

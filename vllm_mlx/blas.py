@@ -66,7 +66,7 @@ def load_openblas() -> str|None: # the path of the OpenBLAS that MLX uses, None 
     try: return _load_first() if "mlx.core" not in sys.modules else _already_there()
     except Exception as e: return _log.debug("OpenBLAS: not loaded: %s", e)
 
-# %% ../nbs/00_blas.ipynb #03f7bf0a
+# %% ../nbs/00_blas.ipynb #b4e65448
 def _already_there():
     path = mapped_library("libopenblas")
     if path: _log.debug("OpenBLAS: in place, %s", path)
@@ -74,6 +74,7 @@ def _already_there():
     return path
 
 def _load_first():
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4") # idle threads sleep after 2^4 spins instead of 2^26: two processes on two cores no longer block each other
     for candidate in openblas_candidates():
         for attempt in (1, 2): # the second one with a borrowed Fortran runtime
             try: ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)

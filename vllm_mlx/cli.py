@@ -179,7 +179,7 @@ def moves(
         bar.update(done - bar.n)
     return callback
 
-# %% ../nbs/40_cli.ipynb #395952c4
+# %% ../nbs/40_cli.ipynb #4d606f0d
 def sparse_answer(
     pipeline,  # SpecPrefill
     prompt:list, # tokens
@@ -196,20 +196,20 @@ def sparse_answer(
                 ttft_s=ttft, **times, why_dense=done.why_dense, answer_tokens=last.generation_tokens, notes=list(done.notes)), done
 
 def dense_answer(
-    model,     # mlx-lm model
-    tokenizer, # its tokenizer
+    pipeline,  # SpecPrefill: its model, tokenizer and step size are used
     prompt:list, # tokens
     max_tokens:int, # the longest answer
     show       # called with each piece of text
 ) -> dict: # dense_answer and dense_ttft_s
-    "Answer from the whole prompt with mlx-lm's own generator, which knows nothing of this package."
+    "Answer from the whole prompt with mlx-lm's own generator, in steps of the size that is fastest on this device."
     from mlx_lm import stream_generate
     bar = progress_bar("reading", len(prompt))
-    responses = stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, prompt_progress_callback=moves(bar))
+    responses = stream_generate(pipeline.model, pipeline.tokenizer, prompt, max_tokens=max_tokens,
+                                prefill_step_size=pipeline.step_size, prompt_progress_callback=moves(bar))
     answer, ttft, _ = stream_answer(responses, bar, show)
     return dict(dense_answer=answer.strip(), dense_ttft_s=ttft)
 
-# %% ../nbs/40_cli.ipynb #abfe5847
+# %% ../nbs/40_cli.ipynb #8b4511bb
 def warm_up(
     pipeline,   # SpecPrefill
     prompt:list # tokens
@@ -218,7 +218,7 @@ def warm_up(
     import mlx.core as mx
     if mx.default_device() == mx.cpu: prompt = prompt[:64]
     sparse_answer(pipeline, prompt, 1, show=lambda piece: None)
-    dense_answer(pipeline.model, pipeline.tokenizer, prompt, 1, show=lambda piece: None)
+    dense_answer(pipeline, prompt, 1, show=lambda piece: None)
 
 # %% ../nbs/40_cli.ipynb #c1483e62
 def kept_strip(
@@ -300,7 +300,7 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #b597e441
+# %% ../nbs/40_cli.ipynb #f2e791ee
 def run(
     options:argparse.Namespace, # as parsed
     out # where answers and the report go
@@ -325,7 +325,7 @@ def run(
     if not options.json: tell(report, kept_strip(kept, len(prompt)), out)
     if options.compare:
         say("\nthe whole prompt:")
-        report.update(dense_answer(pipeline.model, pipeline.tokenizer, prompt, max_tokens, show))
+        report.update(dense_answer(pipeline, prompt, max_tokens, show))
         report["speedup"] = report["dense_ttft_s"] / report["ttft_s"]
         say(f"\n\nfirst token after {report['dense_ttft_s']:.2f} s: sparse is {report['speedup']:.1f} times as fast")
     if options.json: print(json.dumps(report), file=out)
