@@ -311,26 +311,27 @@ def score_tokens(
     return _compute_importance(buffer, slots, tokens.size, [l.n_heads for l in layout], [l.n_kv_heads for l in layout],
                                pool_kernel, scales=[_scale(l.attn, l.head_dim) for l in layout], start=start)
 
-# %% ../nbs/02_importance.ipynb #5524b23b
+# %% ../nbs/02_importance.ipynb #5b12d517
 class _BodyCache(KVCache):
     "Stores every key and value; rows before `full_from` attend to `sinks` first tokens and the `window` latest ones only."
     def __init__(self, sinks, window, full_from):
         super().__init__()
         self.sinks, self.window, self.full_from = sinks, window, full_from
 
-    def _narrow(self, before): return before < self.full_from and before > self.sinks + self.window
+    def _columns(self, before, N):
+        "First column after the sinks that rows from `before` on may see, or None where all N of them see everything before them."
+        if before >= self.full_from or before + N <= self.sinks + self.window: return None
+        return max(self.sinks, before - self.window + 1)
 
     def update_and_fetch(self, keys, values):
-        before = self.offset
+        lo = self._columns(self.offset, keys.shape[2])
         k, v = super().update_and_fetch(keys, values)
-        if not self._narrow(before): return k, v
-        lo = before - self.window + 1
+        if lo is None or lo == self.sinks: return k, v
         return tuple(mx.concatenate([x[..., :self.sinks, :], x[..., lo:, :]], axis=2) for x in (k, v))
 
     def make_mask(self, N, return_array=False, window_size=None):
-        before = self.offset
-        if not self._narrow(before): return super().make_mask(N, return_array=return_array, window_size=window_size)
-        lo = before - self.window + 1
+        before, lo = self.offset, self._columns(self.offset, N)
+        if lo is None: return super().make_mask(N, return_array=return_array, window_size=window_size)
         row = mx.arange(before, before + N)[:, None]
         col = mx.concatenate([mx.arange(self.sinks), mx.arange(lo, before + N)])[None]
         return (col <= row) & ((col < self.sinks) | (col > row - self.window))
@@ -369,7 +370,7 @@ class _WindowCapture(_AttentionCapture):
         if self._last: raise _StopForward
         return out
 
-# %% ../nbs/02_importance.ipynb #337f0c5f
+# %% ../nbs/02_importance.ipynb #522851e2
 def _wanted_heads(layout, layers):
     "Normalise `layers` to {layer index: heads or None} and check it against the model."
     known = {l.index: l for l in layout}
@@ -377,6 +378,7 @@ def _wanted_heads(layout, layers):
     if not wanted: raise ValueError("layers is empty: at least one attention layer is needed")
     for i, heads in wanted.items():
         if i not in known: raise ValueError(f"layer {i} has no softmax attention; those that have: {sorted(known)}")
+        if heads is not None and not len(heads): raise ValueError(f"layer {i} has an empty list of heads: name some, or None for all")
         for h in heads or ():
             if not 0 <= h < known[i].n_heads: raise ValueError(f"layer {i} has {known[i].n_heads} heads, there is no head {h}")
     return wanted
@@ -511,7 +513,7 @@ def segment_spans(
         if b >= M - tail: return spans
         a = b - overlap
 
-# %% ../nbs/02_importance.ipynb #8195aecf
+# %% ../nbs/02_importance.ipynb #15033c0e
 def score_segments(
     model,             # an mlx-lm model
     tokens,            # (M,) token ids, more than the context
@@ -532,6 +534,8 @@ def score_segments(
     products q·k of all segments makes them comparable. Holds (wanted heads, rows, M) float16. Raises as score_window does."""
     tokens = as_tokens(tokens)
     M, tail = tokens.size, max(tail, window)
+    if M <= context: return score_window(model, tokens, window=window, layers=layers, body=body, pool_kernel=pool_kernel, step_size=step_size,
+                                         cancel_check=cancel_check, progress=progress)
     logits, total, done = {}, 0, 0
     spans = segment_spans(M, context, head, tail, overlap)
     total = sum(head + b - a + tail for a, b in spans)

@@ -150,7 +150,7 @@ def _original_rope(attn):
     while isinstance(rope, (_OffsetAdjustedRoPE, _PositionMappedRoPE)): rope = rope._original
     return rope
 
-# %% ../nbs/05_sparse_prefill.ipynb #db00952e
+# %% ../nbs/05_sparse_prefill.ipynb #c8397c71
 def sparse_prefill(
     model,              # an mlx-lm model
     tokens,             # (M,) all prompt token ids
@@ -173,8 +173,8 @@ def sparse_prefill(
     if step_size < 1: raise ValueError(f"step_size is {step_size}: at least 1 token a step")
     if positions not in ("original", "contiguous"): raise ValueError(f"positions is {positions!r}: 'original' or 'contiguous'")
     if carry not in ("model", "cache"): raise ValueError(f"carry is {carry!r}: 'model' or 'cache'")
-    if carry == "model" and any(isinstance(c, SparseKVCache) for c in cache): raise ValueError("the cache carries its gap (SparseKVCache): use carry='cache'")
     fed = _check_cache(model, layout, cache, position_offset)
+    if carry == "model" and any(isinstance(c, SparseKVCache) for c in cache): raise ValueError("the cache carries its gap (SparseKVCache): use carry='cache'")
     tail = window_tail({l.window for l in layout if l.window}, M)
     if tail and not logits: tail -= 1                   # the window of the token to come, which brings itself
     idx = np.union1d(idx, np.arange(M - tail, M)).astype(np.int32)

@@ -12,7 +12,7 @@ __all__ = ['PrefillResult', 'vocab_size', 'SpecPrefillSettings', 'SpecPrefill', 
            '_build_layer_to_cache_map', 'sparse_prefill', 'cleanup_rope', 'score_window', 'score_segments',
            'SparseKVCache', 'PrefillCancelled']
 
-# %% ../nbs/06_specprefill.ipynb #051c1727
+# %% ../nbs/06_specprefill.ipynb #4f7c13d8
 import inspect
 import time
 from dataclasses import dataclass, field, fields
@@ -28,7 +28,7 @@ from .calibration import scoring_layers
 from .chunks import select_chunks, snap_edges, token_pieces
 from .importance import (PrefillCancelled, _AttentionCapture, _avg_pool1d, _compute_importance, _llama_extract_queries,
                                  _lookahead_decode, _nemotron_h_extract_queries, _patch_attention_for_capture, _prefill_draft,
-                                 _qwen35_extract_queries, _unpatch_attention_capture, as_tokens, check_cancel, default_step,
+                                 _qwen35_extract_queries, _unpatch_attention_capture, _wanted_heads, as_tokens, check_cancel, default_step,
                                  score_segments, score_tokens, score_window)
 from .layers import (_build_layer_to_cache_map, _find_attention_layers, _get_attn_module, _get_rope, _set_attn_module,
                              _set_rope, attention_layout, check_architecture, context_length, text_model)
@@ -94,7 +94,7 @@ def _check_tokenizers(target, draft, tokenizer, draft_tokenizer):
     a, b = vocab_size(target), vocab_size(draft)
     if a != b: raise ValueError(f"the draft has a vocabulary of {b}, the target of {a}: if their tokenizers are the same, pass both as tokenizer and draft_tokenizer")
 
-# %% ../nbs/06_specprefill.ipynb #3cab7db3
+# %% ../nbs/06_specprefill.ipynb #9446d2fb
 class SpecPrefillSettings:
     """Settings of a sparse prefill, checked and resolved for one model. Raises ValueError for a setting that cannot work, naming it."""
     def __init__(self,
@@ -109,11 +109,11 @@ class SpecPrefillSettings:
         body="calibrated",     # (sinks, window) that body rows attend to while scoring; None: full attention; "calibrated": with `layers`
         window=None,           # last tokens whose queries score; None: as calibrated, else 32
         n_lookahead=8,         # tokens decoded by the look-ahead scorer
-        pool_kernel=13,        # average pool along the prompt in tokens
+        pool_kernel=None,      # average pool along the prompt in tokens; None: as calibrated, else 13
         chunk_size=32,         # tokens a chunk
         backbone_pct=0.0,      # share of the chunks spread evenly
         neighbours=0,          # chunks kept on each side of a chosen one
-        edges=None,            # "lines": chunk edges at line and sentence ends; None: every chunk_size tokens
+        edges="auto",          # "lines": chunk edges at line and sentence ends; None: every chunk_size tokens; "auto": lines, given a tokenizer
         protect_head=32,       # first tokens, always kept
         protect_tail=48,       # last tokens, always kept
         positions="original",  # "original" (the paper's) or "contiguous" (renumbered)
@@ -129,33 +129,43 @@ class SpecPrefillSettings:
         wants(keep_pct > 0, 'keep_pct', keep_pct, "a share above 0, up to 1")        # NaN fails too
         wants(scorer in ("window", "lookahead"), 'scorer', scorer, "'window' or 'lookahead'")
         wants(positions in ("original", "contiguous"), 'positions', positions, "'original' or 'contiguous'")
-        wants(edges in (None, "lines"), 'edges', edges, "None or 'lines'")
+        wants(edges in (None, "lines", "auto"), 'edges', edges, "'lines', 'auto' or None")
+        if edges == "auto": edges = None if tokenizer is None else "lines"
         wants(edges is None or tokenizer is not None, 'tokenizer', tokenizer, "edges='lines' needs the tokenizer")
+        wants(0 <= backbone_pct <= 1, 'backbone_pct', backbone_pct, "a share from 0 to 1")
+        wants(neighbours >= 0, 'neighbours', neighbours, "0 or more chunks")
+        wants(n_lookahead >= 0, 'n_lookahead', n_lookahead, "0 or more tokens")
+        wants(window is None or window >= 1, 'window', window, "at least 1 token")
+        wants(pool_kernel is None or pool_kernel >= 0, 'pool_kernel', pool_kernel, "0 or more tokens")
         wants(threshold >= 0, 'threshold', threshold, "0 or more tokens")
         wants(protect_tail >= 1, 'protect_tail', protect_tail, "at least 1, the answer starts from the last token")
         wants(protect_head >= 0, 'protect_head', protect_head, "0 or more tokens")
         for name, v in (('chunk_size', chunk_size), ('step_size', 1 if step_size is None else step_size), ('reserve', reserve)): wants(v >= 1, name, v, "at least 1 token")
         self.model, self.draft, self.scoring_model, self.tokenizer = model, draft, model if draft is None else draft, tokenizer
         found = scoring_layers(self.scoring_model) if layers is None else None
+        if layers is not None: _wanted_heads(attention_layout(self.scoring_model), layers)
         self.layers = found.layers if found else layers
         self.body = (found.body if found else None) if body == "calibrated" else body
         self.window = window or (found.window if found else 32)
-        self.calibrated, self.scorer, self.n_lookahead, self.pool_kernel = found is not None, scorer, n_lookahead, pool_kernel
+        self.pool_kernel = pool_kernel if pool_kernel is not None else found.pool_kernel if found else 13
+        self.calibrated, self.scorer, self.n_lookahead = found is not None, scorer, n_lookahead
         self.keep_pct, self.chunk_size, self.backbone_pct, self.neighbours, self.edges = keep_pct, chunk_size, backbone_pct, neighbours, edges
         self.protect_head, self.protect_tail, self.positions = protect_head, protect_tail, positions
         self.threshold, self.step_size, self.reserve = threshold, step_size or default_step(), reserve
 
-# %% ../nbs/06_specprefill.ipynb #033d16d4
+# %% ../nbs/06_specprefill.ipynb #3faaedd0
 def _score(s, tokens, context, cancel_check=None, progress=None, cache=None):
     "(importance (M,), note or None) by the scorer of settings `s`."
     model, M = s.scoring_model, tokens.size
     window = dict(window=s.window, layers=s.layers, body=s.body, pool_kernel=s.pool_kernel, cancel_check=cancel_check, progress=progress)
+    note = None
+    if cache is not None and context is not None and M + cache[attention_layout(model)[0].slot].offset > context:
+        cache, note = None, "scored without the prefix: both do not fit the scoring model's context"
     if context is not None and M > context:
         imp = score_segments(model, tokens, context, head=s.protect_head, tail=max(s.protect_tail, s.window), **window)
         return imp, f"the prompt of {M:,} tokens exceeds the scoring model's context of {context:,}: scored in segments"
-    if s.scorer == "window": return score_window(model, tokens, cache=cache, **window), None
-    imp = score_tokens(model, tokens, s.n_lookahead, s.pool_kernel, prefill_step_size=s.step_size, cancel_check=cancel_check, cache=cache)
-    return imp, None
+    if s.scorer == "window": return score_window(model, tokens, cache=cache, **window), note
+    return score_tokens(model, tokens, s.n_lookahead, s.pool_kernel, prefill_step_size=s.step_size, cancel_check=cancel_check, cache=cache), note
 
 def _select(s, importance, tokens, keep_pct, protect):
     "(N,) indices to keep, by settings `s`; the last token is always among them."
@@ -181,7 +191,7 @@ def _fit_context(s, M, prefix, keep_pct, context):
         raise ValueError(f"{prefix:,} tokens are in the cache and {s.reserve:,} are reserved for the answer: the context of {context:,} has no room for a prompt")
     return min(keep_pct, room // s.chunk_size / -(-M // s.chunk_size) - 1e-9, room / M)      # whole chunks that fit
 
-# %% ../nbs/06_specprefill.ipynb #72dc7091
+# %% ../nbs/06_specprefill.ipynb #7e75c1ae
 class SpecPrefill(SpecPrefillSettings):
     __doc__ = SpecPrefillSettings.__doc__
     def prefill(self,
@@ -198,6 +208,9 @@ class SpecPrefill(SpecPrefillSettings):
         start = time.perf_counter()
         tokens, keep = as_tokens(tokens), self.keep_pct if keep_pct is None else keep_pct
         if not keep > 0: raise ValueError(f"keep_pct is {keep!r}: a share above 0, up to 1")
+        for span in protect or ():
+            if len(span) != 2 or not 0 <= span[0] <= span[1] <= tokens.size: raise ValueError(f"protect has {span}: (start, stop) inside the prompt of {tokens.size} tokens")
+        if importance is not None and np.shape(importance) != (tokens.size,): raise ValueError(f"importance has shape {np.shape(importance)}: one score for each of the {tokens.size} tokens")
         M, vocab, context = tokens.size, vocab_size(self.model), context_length(self.model)
         if vocab and (top := tokens.max().item()) >= vocab: raise ValueError(f"token id {top} is outside the model's vocabulary of {vocab:,}")
         cache = make_prompt_cache(self.model) if prompt_cache is None else prompt_cache
@@ -216,7 +229,6 @@ class SpecPrefill(SpecPrefillSettings):
                 limit = context_length(self.scoring_model)
                 if importance is None: importance, note = _score(self, tokens, limit, cancel_check, tell('score'), cache if own else None)
                 else: importance, note = mx.array(importance), None
-                if importance.size != M: raise ValueError(f"importance has {importance.size} scores for {M} tokens")
                 mx.eval(importance)
                 clock.stop('score_s')
                 r.importance, r.selected = importance, _select(self, importance, tokens, keep, protect)
