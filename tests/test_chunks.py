@@ -1,5 +1,5 @@
 "Properties of chunk selection on random prompts: parity with the specification, budget, protection, edges."
-import math, re, time
+import math, re
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -97,17 +97,6 @@ def test_a_tool_block_survives_keep_5_percent():
     scores[100:450] = 0
     kept = set(select_chunks(mx.array(scores), 0.05, protect=[(100, 250), (300, 450)], protect_tail=64).tolist())
     assert set(range(100, 250)) | set(range(300, 450)) | set(range(3936, 4000)) == kept  # 364 tokens, over the budget of 224
-
-
-@pytest.mark.parametrize("options", [{}, dict(neighbours=1), dict(protect_head=32, protect_tail=500, backbone_pct=0.02), dict(edges=True)])
-def test_long_prompts_take_milliseconds(options):
-    scores = mx.array(np.random.default_rng(0).exponential(1, 131_072).astype(np.float32))
-    if "edges" in options: options = dict(edges=np.unique(np.r_[0, np.random.default_rng(1).integers(1, 131_072, 8_000)]))
-    def once():
-        start = time.perf_counter()
-        mx.eval(select_chunks(scores, 0.2, **options))
-        return time.perf_counter() - start
-    assert min(once() for _ in range(5)) < 0.1  # about 10 ms; 4,096 waits for the device would be seconds
 
 
 pieces_ = st.lists(st.sampled_from([" word", "It", ".", ". ", "!", " \n", "\n", "\n\n", "    ", "", "é", "。", "?)", ' "No', "3", "x:", "<|im_end|>"]), min_size=1, max_size=200)
