@@ -272,7 +272,8 @@ def test_keep_everything_says_why(tmp_path, capsys, loaded):
 # --- the real thing, as a process ---
 
 def start(*words, **kw):
-    return subprocess.Popen([COMMAND, *words], **{**dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE), **kw})
+    return subprocess.Popen([COMMAND, *words], **{**dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)), **kw})   # a parent in the background ignores it
 
 
 def test_version():

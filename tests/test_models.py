@@ -17,7 +17,8 @@ from vllm_mlx.models import (ALIASES, SHA256, TINY_FAMILIES, cache_folder, cast,
 
 def start(code, **env):
     "Run Python `code` in another process; does not wait."
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=dict(os.environ, **env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=dict(os.environ, **env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))   # a parent in the background ignores it, and so would the child
 
 def finish(process):
     out, err = process.communicate(timeout=180)

@@ -34,7 +34,7 @@ def other(request): return trained(request.param, TEMPLATE)
 @given(kind=st.sampled_from(KINDS), n_tokens=st.integers(620, 3000), depth=st.one_of(st.none(), st.floats(0, 1)), seed=st.integers(0, 10_000))
 def test_cases(smollm2, kind, n_tokens, depth, seed):
     case = make_case(smollm2, kind, n_tokens, depth, seed)
-    assert n_tokens - 8 <= len(case.tokens) <= n_tokens
+    assert n_tokens - 24 < len(case.tokens) <= n_tokens      # it ends with a whole word, and the longest words have some 20 tokens
     assert len(case.spans) == len(case.facts) and case.answers
     for (a, b), fact in zip(case.spans, case.facts):
         assert smollm2.decode(case.tokens[a:b]).strip() == fact and 0 < a < b <= case.question_span[0]

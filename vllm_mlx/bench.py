@@ -73,7 +73,7 @@ def bench_ttft(
             rows.append({k: float(np.median([r[k] for r in runs])) if not k.endswith('correct') else float(np.mean([r[k] for r in runs])) for k in runs[0]} | dict(n=repeats, worst_speedup=min(r['speedup'] for r in runs)))
     return rows
 
-# %% ../nbs/50_benchmarks.ipynb #6b5dfb16
+# %% ../nbs/50_benchmarks.ipynb #7e1aedda
 def bench_needles(
     model, tokenizer,     # as from `load`
     lengths=(2000, 4000), # prompt tokens
@@ -84,6 +84,7 @@ def bench_needles(
     progress=True,        # show a bar
     variants=None,        # {name: settings of SpecPrefill}; None: the defaults alone
     budget_s=None,        # stop after so many seconds; cells then hold fewer cases
+    dense=True,           # also answer with a dense prefill, which takes most of the time
 ): # list of dicts, one for each variant, kind and length
     "Answers to planted facts, dense and sparse (greedy), and the share of the facts' tokens that was kept."
     variants = {'default': {}} if variants is None else variants
@@ -94,13 +95,13 @@ def bench_needles(
             for kind in kinds:
                 if budget_s and time.perf_counter() - start > budget_s: continue
                 case = make_case(tokenizer, kind, M, (i + 0.5) / n_cases, seed=i)
-                _, text, _ = _answer(mlx_lm.stream_generate(model, tokenizer, case.tokens, max_tokens=max_tokens, prefill_step_size=default_step()))
-                dense = is_correct(case, text)
+                full = mlx_lm.stream_generate(model, tokenizer, case.tokens, max_tokens=max_tokens, prefill_step_size=default_step()) if dense else None
+                full = is_correct(case, _answer(full)[1]) if dense else None
                 for name, sp in sps.items():
                     _, text, r = _answer(sp.stream_generate(tokenizer, case.tokens, max_tokens=max_tokens))
                     kept, need = set(r.prefill.selected.tolist()), [t for a, b in case.spans for t in range(a, b)]
-                    cells.setdefault((name, kind, M), []).append((dense, is_correct(case, text), np.mean([t in kept for t in need])))
-    return [dict(variant=n, kind=k, prompt_tokens=M, cases=len(v), dense=float(np.mean([x[0] for x in v])), sparse=float(np.mean([x[1] for x in v])),
+                    cells.setdefault((name, kind, M), []).append((full, is_correct(case, text), np.mean([t in kept for t in need])))
+    return [dict(variant=n, kind=k, prompt_tokens=M, cases=len(v), dense=float(np.mean([x[0] for x in v])) if dense else None, sparse=float(np.mean([x[1] for x in v])),
                  facts_kept=float(np.mean([x[2] for x in v]))) for (n, k, M), v in cells.items()]
 
 # %% ../nbs/50_benchmarks.ipynb #09ed146b
@@ -145,7 +146,7 @@ def _dense_seconds(model, tokens):
         mx.eval([c.state for c in cache], out[:, -1:] if a + 2048 >= tokens.size else [])
     return time.perf_counter() - start
 
-# %% ../nbs/50_benchmarks.ipynb #738d428c
+# %% ../nbs/50_benchmarks.ipynb #26670089
 def save_results(
     path,    # JSON file to write
     rows,    # from one of the functions above
@@ -162,7 +163,7 @@ def as_table(
 ): # markdown text
     "Rows as a markdown table."
     lines = ['| ' + ' | '.join(h for h, _ in columns.values()) + ' |', '|' + '---|' * len(columns)]
-    return '\n'.join(lines + ['| ' + ' | '.join(f.format(r[k]) for k, (_, f) in columns.items()) + ' |' for r in rows])
+    return '\n'.join(lines + ['| ' + ' | '.join('not run' if r[k] is None else f.format(r[k]) for k, (_, f) in columns.items()) + ' |' for r in rows])
 
 # %% ../nbs/50_benchmarks.ipynb #0a5d73ec
 def read_results(
