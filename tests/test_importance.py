@@ -201,15 +201,26 @@ def test_model_raises_at_every_chunk(name, blas_threads):
     "The MLP of a layer fails at its n-th call, then is put right."
     harm = Harm('qwen3')
     layer = harm.model.layers[1]
+    want = SCORERS[name](harm.model, **prefixed(name, harm))
     sound, counter = layer.mlp, Poison(layer.mlp, 10**6)
     layer.mlp = counter
-    want = SCORERS[name](harm.model, **prefixed(name, harm))
+    SCORERS[name](harm.model, **prefixed(name, harm))
     for n in range(10**6 - counter.left):
         layer.mlp = Poison(sound, n)
         with pytest.raises(ZeroDivisionError): SCORERS[name](harm.model, **prefixed(name, harm))
     layer.mlp = sound
     harm.check()
     assert equal(SCORERS[name](harm.model, **prefixed(name, harm)), want)
+
+@pytest.mark.parametrize('family', TINY_FAMILIES)
+def test_fast_functions_agree_with_exact_ones(family):
+    "The exponential of chapter 01a moves no score by more than a thousandth, and leaves the model alone."
+    model = tiny_model(family)
+    before = logits(model)
+    for kw in ({}, dict(body=(2, 6), step_size=10)):
+        fast, exact = (np.array(score_window(model, PROMPT, window=8, exact=e, **kw)) for e in (False, True))
+        np.testing.assert_allclose(fast, exact, rtol=1e-3)
+    assert equal(logits(model), before)
 
 def test_refused_before_anything_is_read():
     model, calls = tiny_model('llama'), []

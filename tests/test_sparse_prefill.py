@@ -1,5 +1,5 @@
 "Sparse prefill: against dense with the dropped keys masked, in every family and dtype; faults at every chunk; the cache that knows its gap."
-import copy, gc, os, tempfile, threading
+import copy, gc, os, sys, tempfile, threading
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -208,6 +208,24 @@ def test_fault_at_every_chunk(family, kind, blas_threads):
         unharmed()
     assert equal(model(mx.array(PROMPT)[None]), dense)
     assert equal(attempt(), sparse_prefill(fresh, PROMPT, range(3, M), twin, 13, end, carry='cache'))
+
+@pytest.mark.parametrize('family', TINY_FAMILIES)
+def test_a_failed_evaluation_is_undone(family, monkeypatch):
+    "An evaluation that fails half way (a GPU out of memory) may leave anything in the slots: they are put back as arrays, not by offset."
+    model = tiny_model(family)
+    cache, end = prepared(model, 'dense')
+    after = read(model, [7, 8], copy.deepcopy(cache))
+    module = sys.modules['vllm_mlx.sparse_prefill']
+    class Failing:
+        def __getattr__(self, name): return getattr(mx, name)
+        def eval(self, states, *rest):
+            for c in cache:
+                if getattr(c, 'keys', None) is not None: c.keys, c.values = c.keys * float('nan'), c.values * float('nan')
+            raise RuntimeError('out of memory')
+    monkeypatch.setattr(module, 'mx', Failing())
+    with pytest.raises(RuntimeError, match='out of memory'): sparse_prefill(model, PROMPT, range(3, M), cache, 13, end, carry='cache')
+    monkeypatch.undo()
+    assert equal(read(model, [7, 8], copy.deepcopy(cache)), after)
 
 def test_fault_leaves_an_earlier_wrapper():
     "The seed's wrappers of an earlier request stay what they were when a second one fails."

@@ -73,7 +73,7 @@ def bench_ttft(
             rows.append({k: float(np.median([r[k] for r in runs])) if not k.endswith('correct') else float(np.mean([r[k] for r in runs])) for k in runs[0]} | dict(n=repeats, worst_speedup=min(r['speedup'] for r in runs)))
     return rows
 
-# %% ../nbs/50_benchmarks.ipynb #7e1aedda
+# %% ../nbs/50_benchmarks.ipynb #33ef7f07
 def bench_needles(
     model, tokenizer,     # as from `load`
     lengths=(2000, 4000), # prompt tokens
@@ -85,6 +85,7 @@ def bench_needles(
     variants=None,        # {name: settings of SpecPrefill}; None: the defaults alone
     budget_s=None,        # stop after so many seconds; cells then hold fewer cases
     dense=True,           # also answer with a dense prefill, which takes most of the time
+    straddling=None,      # chunk size: only cases in which every fact crosses a multiple of it
 ): # list of dicts, one for each variant, kind and length
     "Answers to planted facts, dense and sparse (greedy), and the share of the facts' tokens that was kept."
     variants = {'default': {}} if variants is None else variants
@@ -94,7 +95,9 @@ def bench_needles(
         for M in lengths:
             for kind in kinds:
                 if budget_s and time.perf_counter() - start > budget_s: continue
-                case = make_case(tokenizer, kind, M, (i + 0.5) / n_cases, seed=i)
+                seeds = range(i, 10_000, n_cases)
+                case = next(c for s in seeds for c in [make_case(tokenizer, kind, M, (i + 0.5) / n_cases, seed=s)]
+                            if straddling is None or all(a // straddling < (b - 1) // straddling for a, b in c.spans))
                 full = mlx_lm.stream_generate(model, tokenizer, case.tokens, max_tokens=max_tokens, prefill_step_size=default_step()) if dense else None
                 full = is_correct(case, _answer(full)[1]) if dense else None
                 for name, sp in sps.items():

@@ -6,7 +6,7 @@
 __all__ = ['pick_extractor', 'attention_rows', 'PrefillCancelled', 'check_cancel', 'as_tokens', 'score_tokens', 'Wavefront',
            'default_step', 'window_queries', 'score_window', 'score_heads', 'segment_spans', 'score_segments']
 
-# %% ../nbs/02_importance.ipynb #15eb90f4
+# %% ../nbs/02_importance.ipynb #6bd8adde
 import copy
 import os
 from contextlib import ExitStack, nullcontext
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .blas import mapped_library, one_blas_thread
+from .cpu_math import quicken
 from .layers import (_find_attention_layers, _get_attn_module, _get_rope,
                              _set_attn_module, attention_layout, head_counts, model_view, text_model)
 from .models import same_random_state
@@ -355,18 +356,18 @@ class Wavefront:
     def lane(self, n): return nullcontext() if self.lanes[0] is None else mx.stream(self.lanes[n % len(self.lanes)])
     def due(self, n, last): return last or (n + 1) % len(self.lanes) == 0
 
-# %% ../nbs/02_importance.ipynb #cffeb196
+# %% ../nbs/02_importance.ipynb #ba56d12a
 class _StopForward(Exception): "Ends a forward whose remaining layers are not wanted."
 
 class _WindowCapture(_AttentionCapture):
     "Notes queries only while `state['on']`, and ends the forward after the last wanted layer has updated its cache."
-    def __init__(self, original, buf_idx, query_buffer, query_extractor, state, last):
+    def __init__(self, original, buf_idx, query_buffer, query_extractor, state, last, run):
         super().__init__(original, buf_idx, query_buffer, query_extractor)
-        self._state, self._last = state, last
+        self._state, self._last, self._run = state, last, run
     def __call__(self, x, mask=None, cache=None, **kwargs):
         if self._state['on'] and self._query_buffer[self._buf_idx] is not None:
             self._query_buffer[self._buf_idx].append(self._query_extractor(self._original, x, cache))
-        out = self._original(x, mask=mask, cache=cache, **kwargs)
+        out = self._run(x, mask=mask, cache=cache, **kwargs)
         if self._last: raise _StopForward
         return out
 
@@ -409,7 +410,7 @@ def _ready(caches, layout, last):
 
 def _slot_of(layout, index): return next(l.slot for l in layout if l.index == index)
 
-# %% ../nbs/02_importance.ipynb #312ff1dd
+# %% ../nbs/02_importance.ipynb #f586b253
 def window_queries(
     model,             # an mlx-lm model
     tokens,            # (M,) token ids
@@ -421,6 +422,7 @@ def window_queries(
     cancel_check=None, # asked before each forward
     progress=None,     # called with (tokens read, M) after each forward
     cache=None,        # prompt cache that holds a prefix; copied
+    exact=False,       # on a CPU: the model's own softmax and SwiGLU, slower, instead of those of chapter 01a (1e-5)
 ): # [(AttentionLayer, heads or None, queries (1, H, rows, D), keys (1, KV, M, D))], one for each wanted layer that spans the prompt
     """Read a prompt once and take its last queries and all keys in the wanted layers; layers above the last wanted one are not run.
     The model is not touched. Raises ValueError for bad tokens, layers, sizes."""
@@ -435,10 +437,13 @@ def window_queries(
     caches = _own_caches(model, layout, last, cache, body, start + M - rows)
     view, buffer, state = model_view(model), [], {'on': False}
     view_layers = dict(_find_attention_layers(view))
+    if not exact and mx.default_device() == mx.cpu:
+        for i, layer in view_layers.items(): quicken(layer)
     for l in layout:
         buffer.append([] if l.index in wanted else None)
         if l.index in wanted:
-            _set_attn_module(view_layers[l.index], _WindowCapture(l.attn, len(buffer) - 1, buffer, None, state, l.index == last))
+            layer = view_layers[l.index]
+            _set_attn_module(layer, _WindowCapture(l.attn, len(buffer) - 1, buffer, None, state, l.index == last, _get_attn_module(layer)))
     cuts = sorted({*range(0, M - rows, step), M - rows, M})
     with Wavefront() as wave:
         for n, (a, b) in enumerate(zip(cuts, cuts[1:])):
@@ -452,7 +457,7 @@ def window_queries(
     return [(l, wanted[l.index], q[0], caches[l.slot].keys[:, :, start:start + M])
             for l, q in zip(layout, buffer) if q and _spans(caches[l.slot], start + M)]
 
-# %% ../nbs/02_importance.ipynb #5eb737ef
+# %% ../nbs/02_importance.ipynb #2d29a5b9
 def score_window(
     model,             # an mlx-lm model: the target itself, or a draft with the same tokenizer
     tokens,            # (M,) token ids
@@ -465,12 +470,13 @@ def score_window(
     cancel_check=None, # asked before each forward; true raises PrefillCancelled
     progress=None,     # called with (tokens read, M) after each forward
     cache=None,        # prompt cache that holds a prefix; copied, not changed
+    exact=False,       # on a CPU: the model's own softmax and SwiGLU instead of the faster ones of chapter 01a
 ): # (M,) float32 importance
     """Score prompt tokens by the attention of the prompt's own last queries (SnapKV's observation window, arXiv 2404.14469,
     in place of the paper's look-ahead). Raises ValueError for bad input, RuntimeError when no wanted layer spans the prompt."""
     best = None
     for l, heads, q, keys in window_queries(model, tokens, window=window, layers=layers, body=body, step_size=step_size,
-                                            cancel_check=cancel_check, progress=progress, cache=cache):
+                                            cancel_check=cancel_check, progress=progress, cache=cache, exact=exact):
         rows = attention_rows(q, keys, _scale(l.attn, l.head_dim), keys.shape[2] - q.shape[2], heads)
         best = _running_max(best, rows, pool_kernel)
     if best is None: raise RuntimeError("no wanted layer's cache spans the prompt: choose full-attention layers")

@@ -98,20 +98,18 @@ def window_tail(
     "The tail that sliding-window layers need: the largest window that the prompt exceeds, else nothing."
     return max((w for w in windows if M > w), default=0)
 
-# %% ../nbs/05_sparse_prefill.ipynb #15ef952a
+# %% ../nbs/05_sparse_prefill.ipynb #bc7efec0
 def _snapshot(cache):
-    "What is needed to set each slot back: all state, or for a plain KVCache (whose rows below the offset never change) the offset."
+    "What is needed to set each slot back. Arrays are kept themselves: what a failed evaluation leaves in a slot may not be used."
     def held(c):
-        if type(c) is KVCache: return (c.offset, c.keys is None)
+        if type(c) is KVCache: return (c.keys, c.values, c.offset)
         return tree_map(lambda a: a[...] if isinstance(a, mx.array) else a, c.state)
     return [held(c) for c in cache]
 
 def _restore(cache, snapshot):
     for c, s in zip(cache, snapshot):
-        if type(c) is not KVCache: c.state = s
-        else:
-            c.offset = s[0]
-            if s[1]: c.keys = c.values = None
+        if type(c) is KVCache: c.keys, c.values, c.offset = s
+        else: c.state = s
 
 def _inner(c): return c.inner if isinstance(c, SparseKVCache) else c
 
