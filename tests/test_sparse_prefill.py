@@ -45,7 +45,7 @@ class Hiding:
     def make_mask(self, N, return_array=False, window_size=None):
         seen = np.ones(self.offset + N, bool)
         seen[[h for h in self.hidden if h < len(seen)]] = False
-        return create_causal_mask(N, self.offset) & (mx.array(seen) | (mx.arange(self.offset, self.offset + N)[:, None] == mx.arange(self.offset + N)))
+        return create_causal_mask(N, self.offset, window_size=window_size) & (mx.array(seen) | (mx.arange(self.offset, self.offset + N)[:, None] == mx.arange(self.offset + N)))
 
 class At:
     "A cache slot that stands at another offset, for one token read alone."
@@ -96,6 +96,26 @@ def test_dropped_keys_masked(family, kept, step, prefix, carry):
         assert close(got[:, 0], want[0])
         for block, w in zip(([4, 5, 6], [7]), want[1:]): assert close(read(model, block, cache), w)
     finally: cleanup_rope(model)
+
+@pytest.mark.parametrize('family', ['gemma3', 'gpt_oss'])
+@settings(max_examples=20, deadline=None)
+@given(kept=selections, window=st.integers(3, 45), step=st.integers(1, 50), prefix=st.booleans(), blocks=st.lists(st.integers(1, 7), min_size=1, max_size=12))
+def test_windows_count_positions(family, kept, window, step, prefix, blocks):
+    "Sliding-window layers, prompts longer and shorter than the window: during the prefill and long after it nobody sees further back than the model's window."
+    model, start = tiny_model(family, sliding_window=window), PREFIX if prefix else []
+    kept = sorted({*kept, *range(M - window, M)}) if M > window else kept
+    spec = [Hiding([len(start) + i for i in range(M) if i not in kept]) for _ in make_prompt_cache(model)]
+    want = read(model, start + PROMPT, spec)[:, len(start) + kept[-1]]
+    cache = with_prefix(model) if prefix else make_prompt_cache(model)
+    got = sparse_prefill(model, PROMPT, kept, cache, step, len(start), carry='cache')
+    close = lambda a, b: mx.abs(a - b).max().item() < 2e-3 * max(1, mx.abs(b).max().item())
+    assert close(got[:, 0], want)
+    for n, size in enumerate(blocks):
+        block = [(7 * n + i) % 400 + 1 for i in range(size)]
+        assert close(read(model, block, cache), read(model, block, spec)), (n, size)
+    assert {c.offset for c in cache} == {len(start) + M + sum(blocks)}
+    again = [copy.deepcopy(c) if not isinstance(c, SparseKVCache) else SparseKVCache.from_state(c.state) for c in cache]
+    assert equal(read(model, [3, 4], again), read(model, [3, 4], cache))
 
 @pytest.mark.parametrize('family', ['qwen3_5', 'nemotron_h', 'llama'])
 def test_token_by_token(family):
