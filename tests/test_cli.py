@@ -267,6 +267,12 @@ def test_keep_everything_says_why(tmp_path, capsys, loaded):
     report = json.loads(out)
     assert "keep_pct is 1" in report["why_dense"] and report["kept_tokens"] == report["prompt_tokens"]
     assert not picture.exists() and report["plot"] is None
+    assert "no picture, as nothing was scored: " in err
+
+
+def test_standard_output_is_closed(tmp_path):
+    done = subprocess.run(["sh", "-c", '"$0" "$@" >&-', COMMAND, "ask", text_file(tmp_path, 10), QUESTION, "--json"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "standard output is closed" in done.stderr
 
 
 # --- the real thing, as a process ---

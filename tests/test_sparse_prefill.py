@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
 from vllm_mlx import blas
-from vllm_mlx.importance import PrefillCancelled
+from vllm_mlx.importance import PrefillCancelled, score_tokens, score_window
 from vllm_mlx.layers import _get_rope, attention_layout
 from vllm_mlx.models import TINY_FAMILIES, tiny_model
 from vllm_mlx.rope import _OffsetAdjustedRoPE
@@ -99,23 +99,60 @@ def test_dropped_keys_masked(family, kept, step, prefix, carry):
 
 @pytest.mark.parametrize('family', ['gemma3', 'gpt_oss'])
 @settings(max_examples=20, deadline=None)
-@given(kept=selections, window=st.integers(3, 45), step=st.integers(1, 50), prefix=st.booleans(), blocks=st.lists(st.integers(1, 7), min_size=1, max_size=12))
-def test_windows_count_positions(family, kept, window, step, prefix, blocks):
+@given(kept=selections, window=st.integers(3, 45), step=st.integers(1, 50), prefix=st.booleans(), blocks=st.lists(st.integers(1, 7), min_size=1, max_size=12),
+       carry=st.sampled_from(['cache', 'model']))
+def test_windows_count_positions(family, kept, window, step, prefix, blocks, carry):
     "Sliding-window layers, prompts longer and shorter than the window: during the prefill and long after it nobody sees further back than the model's window."
     model, start = tiny_model(family, sliding_window=window), PREFIX if prefix else []
     kept = sorted({*kept, *range(M - window, M)}) if M > window else kept
     spec = [Hiding([len(start) + i for i in range(M) if i not in kept]) for _ in make_prompt_cache(model)]
     want = read(model, start + PROMPT, spec)[:, len(start) + kept[-1]]
     cache = with_prefix(model) if prefix else make_prompt_cache(model)
-    got = sparse_prefill(model, PROMPT, kept, cache, step, len(start), carry='cache')
+    plain = tiny_model(family, sliding_window=window)                      # the other may carry wrappers
+    got = sparse_prefill(model, PROMPT, kept, cache, step, len(start), carry=carry)
     close = lambda a, b: mx.abs(a - b).max().item() < 2e-3 * max(1, mx.abs(b).max().item())
     assert close(got[:, 0], want)
     for n, size in enumerate(blocks):
         block = [(7 * n + i) % 400 + 1 for i in range(size)]
-        assert close(read(model, block, cache), read(model, block, spec)), (n, size)
+        assert close(read(model, block, cache), read(plain, block, spec)), (n, size)
+    if carry == 'model': return
     assert {c.offset for c in cache} == {len(start) + M + sum(blocks)}
     again = [copy.deepcopy(c) if not isinstance(c, SparseKVCache) else SparseKVCache.from_state(c.state) for c in cache]
     assert equal(read(model, [3, 4], again), read(model, [3, 4], cache))
+
+@pytest.mark.parametrize('carry', ['cache', 'model'])
+@pytest.mark.parametrize('family', ['gemma3', 'gpt_oss'])
+def test_windows_over_two_turns(family, carry):
+    "A second turn, dense or sparse, after a sparse one that did or did not fill the window."
+    for first, second in ((20, None), (33, [0, 1, 2, 3, 18, 19]), (20, [0, 1, 2, 3, 18, 19]), (40, None)):
+        model, plain = (tiny_model(family, sliding_window=32) for _ in range(2))
+        kept = sorted({0, 5, first - 1, *range(first - 32 if first > 32 else first, first)})
+        turn, end = PROMPT[:20], first + 20
+        hidden = [i for i in range(first) if i not in kept] + [first + i for i in range(20) if second and i not in second]
+        spec, cache = [Hiding(hidden) for _ in make_prompt_cache(plain)], make_prompt_cache(model)
+        want = read(plain, PROMPT[:first] + turn, spec)[:, -1]
+        sparse_prefill(model, PROMPT[:first], kept, cache, 7, carry=carry)
+        got = sparse_prefill(model, turn, second, cache, 7, first, carry=carry)[:, 0] if second else read(model, turn, cache)[:, -1]
+        close = lambda a, b: mx.abs(a - b).max().item() < 2e-3 * max(1, mx.abs(b).max().item())
+        assert close(got, want), (first, second)
+        for n in range(25): assert close(read(model, [n + 1], cache), read(plain, [n + 1], spec)), (first, second, n)
+        cleanup_rope(model)
+
+def test_trim_below_the_first_kept_token():
+    "Nothing is left then; what follows is read at its own position."
+    model = tiny_model('gemma3', sliding_window=32)
+    cache, spec = make_prompt_cache(model), [Hiding(range(3)) for _ in make_prompt_cache(model)]
+    sparse_prefill(model, list(range(1, 21)), [5, 9, 19], cache, carry='cache')
+    trim_prompt_cache(cache, 17)
+    read(model, [1, 1, 1], spec)
+    assert mx.abs(read(model, [1, 2, 3], cache) - read(model, [1, 2, 3], spec)).max() < 2e-3
+
+def test_tokens_outside_of_the_vocabulary():
+    "MLX reads past the embedding without a word; here it is an error before anything is touched."
+    model = tiny_model('llama')
+    vocab = model.args.vocab_size
+    for f in (lambda t: sparse_prefill(model, t, [0], make_prompt_cache(model)), lambda t: score_window(model, t), lambda t: score_tokens(model, t)):
+        with pytest.raises(ValueError, match=f"token id {vocab} is outside the model's vocabulary of {vocab}"): f([1, vocab, 2])
 
 @pytest.mark.parametrize('family', ['qwen3_5', 'nemotron_h', 'llama'])
 def test_token_by_token(family):

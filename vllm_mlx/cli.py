@@ -300,7 +300,7 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #f2e791ee
+# %% ../nbs/40_cli.ipynb #f40cfbd4
 def run(
     options:argparse.Namespace, # as parsed
     out # where answers and the report go
@@ -321,6 +321,7 @@ def run(
     picture = options.plot or (demo_picture() if options.command == "demo" else None)
     drawn = picture is not None and save_picture(picture, done, about.get("spans", ()))
     report.update(about, model=options.model, draft=options.draft, scorer=options.scorer, positions=options.positions, plot=str(picture) if drawn else None)
+    if options.plot and not drawn: print(f"vllm_mlx: no picture, as nothing was scored: {report['why_dense']}", file=sys.stderr)
     del done # its cache: dense has the memory to itself
     if not options.json: tell(report, kept_strip(kept, len(prompt)), out)
     if options.compare:
@@ -343,12 +344,15 @@ def give_up(
     if words: print("vllm_mlx:", *words.split(), file=sys.stderr)
     return code
 
-# %% ../nbs/40_cli.ipynb #9d37fc07
+# %% ../nbs/40_cli.ipynb #b9af9f49
 def main(
     argv:list|None=None # the words after `vllm_mlx`; None: those of this process
 ) -> int: # exit code: 0, 2 for a mistake, 130 after Ctrl-C, 141 when nobody reads the output any more
     "The `vllm_mlx` command."
     out = sys.stdout
+    if out is None: # closed by whoever started us
+        if sys.stderr is not None: print("vllm_mlx: standard output is closed: there is nowhere to write the answer", file=sys.stderr)
+        return 2
     for stream in (out, sys.stderr):
         if hasattr(stream, "reconfigure"): stream.reconfigure(errors="replace") # an answer may have what a terminal has not
     try:

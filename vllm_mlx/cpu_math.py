@@ -10,7 +10,7 @@ import types
 
 import mlx.core as mx
 
-# %% ../nbs/01a_cpu_math.ipynb #5f6f1ac7
+# %% ../nbs/01a_cpu_math.ipynb #9e48b7d1
 _TAYLOR = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 _LEAST = -30.0     # exp of it is 9e-14: nothing beside a maximum of 1, and far from the slow denormal numbers
 
@@ -22,7 +22,7 @@ def _powers(x):
     return p
 
 _exp = mx.compile(lambda x: _powers(mx.maximum(x, _LEAST)), shapeless=True)
-_swiglu = mx.compile(lambda gate, x: gate * x / (1 + _powers(mx.minimum(mx.maximum(-gate, _LEAST), -_LEAST))), shapeless=True)
+_swiglu = mx.compile(lambda gate, x: mx.maximum(gate, _LEAST) * x / (1 + _powers(mx.minimum(mx.maximum(-gate, _LEAST), -_LEAST))), shapeless=True)
 
 def fast_exp(
     x, # array, at most 0 as in a softmax (up to 30 is accurate too); below -30 counts as -30
@@ -38,7 +38,7 @@ def fast_swiglu(
     "silu(gate) * x with `fast_exp`'s arithmetic; mlx-lm's `swiglu` is the exact form."
     return _swiglu(gate, x) if gate.dtype == mx.float32 else _swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(gate.dtype)
 
-# %% ../nbs/01a_cpu_math.ipynb #1414e31a
+# %% ../nbs/01a_cpu_math.ipynb #a8e4074c
 from mlx_lm.models.base import scaled_dot_product_attention as exact_attention
 
 def fast_attention(
@@ -52,13 +52,13 @@ def fast_attention(
 ): # (B, H, L, Dv)
     "mlx-lm's scaled_dot_product_attention with `fast_exp` as its exponential, float32 only; anything else goes to mlx-lm's."
     (B, H, L, D), (KV, M) = queries.shape, keys.shape[1:3] if isinstance(keys, mx.array) else (1, 0)
-    plain = mask is None or (isinstance(mask, str) and mask == 'causal') or (isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[-2:] == (L, M) and mask.size == L * M)
+    plain = M > 0 and (mask is None or (isinstance(mask, str) and mask == 'causal') or (isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[-2:] == (L, M) and mask.size == L * M))
     if not plain or sinks is not None or queries.dtype != mx.float32 or not isinstance(keys, mx.array) or hasattr(cache, 'bits'):
         return exact_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     s = (queries * scale).reshape(B, KV, H // KV * L, D) @ keys.swapaxes(-1, -2)                # (B, KV, G·L, M)
     if isinstance(mask, str): mask = mx.arange(M) <= mx.arange(M - L, M)[:, None] if L > 1 else None
     if mask is not None:
-        hidden = mx.where(mask.reshape(L, M), 0.0, -1e9)
+        hidden = mx.where(mask.reshape(L, M), 0.0, -1e30)
         s = (s.reshape(B, KV, H // KV, L, M) + hidden).reshape(s.shape)
     e = _exp(s - s.max(axis=-1, keepdims=True))
     return ((e @ values) / e.sum(axis=-1, keepdims=True)).reshape(B, H, L, values.shape[-1])

@@ -6,7 +6,7 @@
 __all__ = ['pick_extractor', 'attention_rows', 'PrefillCancelled', 'check_cancel', 'as_tokens', 'score_tokens', 'Wavefront',
            'default_step', 'window_queries', 'score_window', 'score_heads', 'segment_spans', 'score_segments']
 
-# %% ../nbs/02_importance.ipynb #6bd8adde
+# %% ../nbs/02_importance.ipynb #15f244a0
 import copy
 import os
 from contextlib import ExitStack, nullcontext
@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import make_sampler
 from .blas import mapped_library, one_blas_thread
 from .cpu_math import quicken
 from .layers import (_find_attention_layers, _get_attn_module, _get_rope,
-                             _set_attn_module, attention_layout, head_counts, model_view, text_model)
+                             _set_attn_module, attention_layout, head_counts, model_view, text_model, vocab_size)
 from .models import same_random_state
 
 # %% ../nbs/02_importance.ipynb #3b57d7a5
@@ -206,7 +206,7 @@ def _compute_importance(
     if best is None: raise RuntimeError(f"no queries were captured on a layer whose cache spans the {n_prompt} prompt tokens: nothing to score with")
     return best.mean(axis=0)
 
-# %% ../nbs/02_importance.ipynb #29e16bee
+# %% ../nbs/02_importance.ipynb #9ef44bfb
 class PrefillCancelled(RuntimeError):
     "Raised when a `cancel_check` answers true."
 
@@ -217,13 +217,16 @@ def check_cancel(
     if cancel_check is not None and cancel_check(): raise PrefillCancelled("cancelled by cancel_check")
 
 def as_tokens(
-    tokens, # list, numpy or mx.array of token ids
+    tokens,     # list, numpy or mx.array of token ids
+    model=None, # an mlx-lm model that is to read them; None: any
 ): # (M,) mx.array of int32
-    "Token ids as a one-dimensional array. Raises ValueError for an empty, nested or non-integer input."
+    "Token ids as a one-dimensional array. Raises ValueError for an empty, nested or non-integer input, and for ids that the model does not know."
     t = np.array(tokens)
     if t.ndim != 1 or t.size == 0: raise ValueError(f"tokens has shape {t.shape}: a non-empty one-dimensional list of token ids is needed")
     if t.dtype.kind not in 'iu': raise ValueError(f"tokens holds {t.dtype}: integer token ids are needed")
     if t.min() < 0: raise ValueError(f"token id {t.min()} is negative")
+    vocab = None if model is None else vocab_size(model)
+    if vocab and t.max() >= vocab: raise ValueError(f"token id {t.max()} is outside the model's vocabulary of {vocab:,}")
     return mx.array(t.astype(np.int32))
 
 def _states(cache): return [c.state for c in cache]
@@ -236,7 +239,7 @@ def _prefill_draft(
     cancel_check=None, # asked before each step
 ): # logits of the last token, (1, 1, vocab)
     "Read the prompt into the cache (seed _prefill_draft)."
-    tokens = as_tokens(tokens)
+    tokens = as_tokens(tokens, model)
     if step_size < 1: raise ValueError(f"step_size is {step_size}: at least 1 token a step")
     for i in range(0, tokens.size, step_size):
         check_cancel(cancel_check)
@@ -275,7 +278,7 @@ def _scale(attn, head_dim):
         if isinstance(v := getattr(attn, name, None), (int, float)): return v
     return head_dim ** -0.5
 
-# %% ../nbs/02_importance.ipynb #5567fa40
+# %% ../nbs/02_importance.ipynb #4bcca1bf
 def score_tokens(
     model,                  # the draft: a small mlx-lm model with the target's tokenizer, or the target itself
     tokens,                 # (M,) token ids
@@ -295,7 +298,7 @@ def score_tokens(
     """Score prompt tokens by the attention of look-ahead queries (paper section 3; seed score_tokens).
     Layers whose cache does not span the prompt (sliding windows) are skipped. Neither model nor `cache` is changed.
     Raises ValueError for bad tokens or an unknown architecture, RuntimeError when no layer can be scored."""
-    tokens = as_tokens(tokens)
+    tokens = as_tokens(tokens, model)
     if n_lookahead < 0: raise ValueError(f"n_lookahead is {n_lookahead}: 0 or more tokens")
     layout, view, buffer = attention_layout(model), model_view(model), []
     _patch_attention_for_capture(view, buffer, query_extractor)
@@ -410,7 +413,7 @@ def _ready(caches, layout, last):
 
 def _slot_of(layout, index): return next(l.slot for l in layout if l.index == index)
 
-# %% ../nbs/02_importance.ipynb #f586b253
+# %% ../nbs/02_importance.ipynb #2d3fcd18
 def window_queries(
     model,             # an mlx-lm model
     tokens,            # (M,) token ids
@@ -422,11 +425,11 @@ def window_queries(
     cancel_check=None, # asked before each forward
     progress=None,     # called with (tokens read, M) after each forward
     cache=None,        # prompt cache that holds a prefix; copied
-    exact=False,       # on a CPU: the model's own softmax and SwiGLU, slower, instead of those of chapter 01a (1e-5)
+    exact=False,       # on a CPU: the model's own softmax and SwiGLU, slower, instead of those of chapter 01a (1e-5 in float32)
 ): # [(AttentionLayer, heads or None, queries (1, H, rows, D), keys (1, KV, M, D))], one for each wanted layer that spans the prompt
     """Read a prompt once and take its last queries and all keys in the wanted layers; layers above the last wanted one are not run.
     The model is not touched. Raises ValueError for bad tokens, layers, sizes."""
-    tokens, layout = as_tokens(tokens), attention_layout(model)
+    tokens, layout = as_tokens(tokens, model), attention_layout(model)
     wanted, M = _wanted_heads(layout, layers), tokens.size
     if window < 1: raise ValueError(f"window is {window}: at least 1 token")
     if body is not None and (len(body) != 2 or body[0] < 0 or body[1] < 1): raise ValueError(f"body is {body}: (sinks >= 0, window >= 1) tokens")
@@ -519,7 +522,7 @@ def segment_spans(
         if b >= M - tail: return spans
         a = b - overlap
 
-# %% ../nbs/02_importance.ipynb #15033c0e
+# %% ../nbs/02_importance.ipynb #8430d5d6
 def score_segments(
     model,             # an mlx-lm model
     tokens,            # (M,) token ids, more than the context
@@ -538,7 +541,7 @@ def score_segments(
 ): # (M,) float32 importance
     """Score a prompt that is longer than the model's context: each segment sees the head and the question, and one softmax over the
     products q·k of all segments makes them comparable. Holds (wanted heads, rows, M) float16. Raises as score_window does."""
-    tokens = as_tokens(tokens)
+    tokens = as_tokens(tokens, model)
     M, tail = tokens.size, max(tail, window)
     if M <= context: return score_window(model, tokens, window=window, layers=layers, body=body, pool_kernel=pool_kernel, step_size=step_size,
                                          cancel_check=cancel_check, progress=progress)

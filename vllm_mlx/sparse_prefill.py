@@ -44,7 +44,7 @@ def window_mask(
     columns = np.concatenate([before, rows])
     return mx.array((columns <= rows[:, None]) & (columns > rows[:, None] - window))
 
-# %% ../nbs/05_sparse_prefill.ipynb #be413f3d
+# %% ../nbs/05_sparse_prefill.ipynb #26d017bf
 class SparseKVCache:
     """An mlx-lm KV cache after a sparse prefill: `offset`, as RoPE sees it, is the position in the prompt, while the cache inside
     stores fewer entries. Trims, copies, saves and loads like mlx-lm's own."""
@@ -73,8 +73,8 @@ class SparseKVCache:
     def _forget(self):
         "Drop entries that lie a window before the next token. The positions still stored, or None where counting entries is as good."
         if self.window is None or self.gap == 0 or self.inner.empty(): return None
-        end, stored = self.offset, self.positions()[-_entries(self.inner):]
-        if end - stored[0] == len(stored): return None                          # no gap is left within reach
+        end, stored = self.offset, self.positions()[-_entries(self.inner):] if _entries(self.inner) else []
+        if not len(stored) or end - stored[0] == len(stored): return None       # no gap is left within reach
         left = _drop_stale(self.inner, stored, end - self.window)
         if len(left) < len(stored): self._positions, self.gap, self._dropped = left, end - len(left), True
         return left
@@ -221,7 +221,7 @@ def _feeds(cache, inner, layout, place, fed, start):
             live[l.slot] = _SlidingFeed(inner[l.slot], _fed_positions(cache[l.slot], start), place, l.window, fed)
     return live
 
-# %% ../nbs/05_sparse_prefill.ipynb #9c493500
+# %% ../nbs/05_sparse_prefill.ipynb #73989263
 def sparse_prefill(
     model,              # an mlx-lm model
     tokens,             # (M,) all prompt token ids
@@ -232,20 +232,20 @@ def sparse_prefill(
     cancel_check=None,  # asked before each forward; true raises PrefillCancelled
     *,
     positions="original", # "original": each token keeps its place in the prompt; "contiguous": renumbered without gaps
-    carry="model",      # who carries the gap afterwards: "model" (wrapped RoPEs until cleanup_rope, the seed) or "cache" (SparseKVCache slots)
+    carry="model",      # who carries the gap afterwards: "model" (wrapped RoPEs until cleanup_rope, the seed; sliding-window slots still carry theirs) or "cache" (SparseKVCache slots)
     logits=True,        # False: fill the cache only
     progress=None,      # called with (tokens read, N) after each forward
 ): # logits of the last token read, (1, 1, vocab), or None
     """Fill a cache with the kept tokens of a prompt (paper section 3.2; seed sparse_prefill). Sliding-window layers get the prompt's tail
     when it exceeds their window. Raises ValueError before anything changes; on an error or a cancel, model and cache are as before."""
-    tokens, layout = as_tokens(tokens), attention_layout(model)
+    tokens, layout = as_tokens(tokens, model), attention_layout(model)
     check_architecture(model)
     M, idx = tokens.size, check_indices(selected_indices, tokens.size)
     if step_size < 1: raise ValueError(f"step_size is {step_size}: at least 1 token a step")
     if positions not in ("original", "contiguous"): raise ValueError(f"positions is {positions!r}: 'original' or 'contiguous'")
     if carry not in ("model", "cache"): raise ValueError(f"carry is {carry!r}: 'model' or 'cache'")
     fed = _check_cache(model, layout, cache, position_offset)
-    if carry == "model" and any(isinstance(c, SparseKVCache) for c in cache): raise ValueError("the cache carries its gap (SparseKVCache): use carry='cache'")
+    if carry == "model" and any(isinstance(c, SparseKVCache) and c.window is None for c in cache): raise ValueError("the cache carries its gap (SparseKVCache): use carry='cache'")
     tail = window_tail({l.window for l in layout if l.window}, M)
     if tail and not logits: tail -= 1                   # the window of the token to come, which brings itself
     idx = np.union1d(idx, np.arange(M - tail, M)).astype(np.int32)
@@ -264,16 +264,16 @@ def sparse_prefill(
     except BaseException:
         _restore(inner, saved)
         raise
-    if carry == "model": _adjust_rope(model, layout, inner, end)
-    else: _wrap(cache, live, inner, layout, place, end)
+    _wrap(cache, live, inner, [l for l in layout if carry == "cache" or isinstance(live[l.slot], _SlidingFeed)], place, end)
+    if carry == "model": _adjust_rope(model, layout, cache, end)
     return out[:, -1:] if logits else None
 
-# %% ../nbs/05_sparse_prefill.ipynb #dcc25b23
-def _adjust_rope(model, layout, inner, end):
-    "Leave RoPEs on the model that add what is missing to each cache's offset; none where nothing is."
+# %% ../nbs/05_sparse_prefill.ipynb #3674f969
+def _adjust_rope(model, layout, cache, end):
+    "Leave RoPEs on the model that add what is missing to each cache's offset; none where nothing is (sliding windows always carry their own gap)."
     cleanup_rope(model)
     for l in layout:
-        gap, rope = end - inner[l.slot].offset, _get_rope(l.attn)
+        gap, rope = end - cache[l.slot].offset, _get_rope(l.attn)
         if gap and rope is not None: _set_rope(l.attn, _OffsetAdjustedRoPE(rope, gap))
 
 def _wrap(cache, live, inner, layout, place, end):
