@@ -1,7 +1,9 @@
 """The explorer in a real JupyterLab, driven in headless Chromium: mouse, keyboard, buttons, both themes.
 
 Needs Chromium (or Chrome) and its driver. In CI they are installed when they are missing, and CI never skips; elsewhere `VLLM_MLX_BROWSER=install` asks for that,
-and without them the tests skip. `VLLM_MLX_SCREENSHOTS=folder` keeps the screenshots."""
+and without them the tests skip. On macOS nothing is installed: Chrome at its usual place is found, chromedriver on the path, in Homebrew's folders or by
+`CHROMEWEBDRIVER` (a folder) or `SE_CHROMEDRIVER` (a file). Selenium gets both paths, so its own manager, which would download, never runs.
+`VLLM_MLX_SCREENSHOTS=folder` keeps the screenshots."""
 import json, os, re, secrets, shutil, socket, subprocess, sys, time
 from pathlib import Path
 
@@ -36,13 +38,14 @@ grid"""]
 def found():
     "(browser, driver), None for what is missing."
     browser = next((p for p in map(shutil.which, BROWSERS) if p), None)
-    places = [os.environ.get("CHROMEWEBDRIVER"), os.environ.get("PATH"), "/usr/lib/chromium", "/usr/lib/chromium-browser"]
-    return browser, shutil.which("chromedriver", path=os.pathsep.join(p for p in places if p))
+    places = [os.environ.get("CHROMEWEBDRIVER"), os.environ.get("PATH"), "/usr/lib/chromium", "/usr/lib/chromium-browser", "/opt/homebrew/bin", "/usr/local/bin"]
+    named = shutil.which(os.environ.get("SE_CHROMEDRIVER") or "")
+    return browser, named or shutil.which("chromedriver", path=os.pathsep.join(p for p in places if p))
 
 
 def install():
     "Try to get them from the distribution; what went wrong, or an empty string."
-    if not shutil.which("apt-get"): return "there is no apt-get to install them with"
+    if not shutil.which("apt-get"): return "there is no apt-get here to install them with"
     sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
     for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "chromium-driver"]):
         try: done = subprocess.run([*sudo, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, env=dict(os.environ, DEBIAN_FRONTEND="noninteractive"))
@@ -51,13 +54,50 @@ def install():
     return ""
 
 
+def missing(browser, driver, why=""):
+    "What to install, in words; `why` the attempt to do it here failed."
+    what = " and ".join(n for n, path in (("Chrome or Chromium", browser), ("chromedriver of the same version", driver)) if not path)
+    casks = " ".join(n for n, path in (("google-chrome", browser), ("chromedriver", driver)) if not path)
+    if sys.platform == "darwin": how = f"install it with `brew install --cask {casks}`, or set CHROMEWEBDRIVER to the folder of chromedriver; looked for Chrome in /Applications and on the path"
+    elif shutil.which("apt-get"): how = "install it with `apt-get install chromium chromium-driver`, or set VLLM_MLX_BROWSER=install to have that done"
+    else: how = "install it with the system's package manager and put it on the path"
+    return f"{what} is missing (browser: {browser}, driver: {driver}): {how}" + (f". The attempt to install it: {why}" if why else "")
+
+
+@pytest.mark.parametrize("browser, driver, want, cask", [(None, None, "Chrome or Chromium and chromedriver", "google-chrome chromedriver"), ("/x/Chrome", None, "chromedriver of the same version is missing", "chromedriver"), (None, "/x/chromedriver", "Chrome or Chromium is missing", "google-chrome")])
+def test_a_missing_browser_says_what_to_install(monkeypatch, browser, driver, want, cask):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(shutil, "which", lambda *a, **k: None)
+    text = missing(browser, driver, install())
+    assert text.startswith(want) and f"`brew install --cask {cask}`" in text and "CHROMEWEBDRIVER" in text and "no apt-get" in text
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert "package manager" in missing(browser, driver)
+    monkeypatch.setattr(shutil, "which", lambda *a, **k: "/usr/bin/apt-get")
+    assert "VLLM_MLX_BROWSER=install" in missing(browser, driver)
+
+
+def test_chrome_of_macos_is_found(monkeypatch, tmp_path):
+    mac, driver = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome", tmp_path/"chromedriver"
+    driver.write_text("")
+    driver.chmod(0o755)
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: mac if name == mac else real(name, path=path) if name.startswith(str(tmp_path)) or path and str(tmp_path) in path else None)
+    monkeypatch.delenv("SE_CHROMEDRIVER", raising=False)
+    monkeypatch.setenv("CHROMEWEBDRIVER", str(tmp_path))
+    assert found() == (mac, str(driver))
+    monkeypatch.delenv("CHROMEWEBDRIVER")
+    assert found() == (mac, None)
+    monkeypatch.setenv("SE_CHROMEDRIVER", str(driver))
+    assert found() == (mac, str(driver))
+
+
 @pytest.fixture(scope="module")
 def browser_paths():
     in_ci, asked = bool(os.environ.get("CI")), os.environ.get("VLLM_MLX_BROWSER") == "install"
     why = ""
     if None in found() and (in_ci or asked): why = install()
     if None in found():
-        reason = f"Chromium and chromedriver are needed, found {found()}. {why or 'VLLM_MLX_BROWSER=install installs them'}"
+        reason = missing(*found(), why)
         pytest.fail(reason) if in_ci else pytest.skip(reason)
     return found()
 
@@ -140,6 +180,7 @@ def page(browser_paths, lab, tmp_path_factory):
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
     shots = Path(os.environ.get("VLLM_MLX_SCREENSHOTS") or tmp_path_factory.mktemp("shots"))
     shots.mkdir(parents=True, exist_ok=True)
+    for name in ("SE_OFFLINE", "SE_AVOID_STATS"): os.environ.setdefault(name, "true")   # should Selenium's manager ever be asked: no download, no statistics
     driver = webdriver.Chrome(options=options, service=Service(browser_paths[1]))
     try:
         page = Page(driver, shots)

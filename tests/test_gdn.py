@@ -515,3 +515,45 @@ def test_options_of_the_call(options, monkeypatch):
         ours, ours_state = gated_delta.gated_delta_update(*x, **options)
         assert 0 < apart(ours, y) < 1e-5 and apart(ours_state, state) < 1e-5
     assert mx.array_equal(gated_delta.gated_delta_update(*x, **options)[0], y).item() and untouched()
+
+
+# ---- the switch, used carelessly
+
+def small_hybrid():
+    from vllm_mlx.models import tiny_model
+    return tiny_model('qwen3_5')
+
+def counted_calls(monkeypatch):
+    import vllm_mlx.gdn as module
+    seen, true = [], module.gdn
+    monkeypatch.setattr(module, 'gdn', lambda *a, **k: (seen.append(1), true(*a, **k))[1])
+    return seen
+
+@pytest.mark.parametrize('order', ['model first', 'copy first'])
+def test_a_deep_copy_is_switched_off(order, monkeypatch):
+    import copy
+    import vllm_mlx.gdn as module
+    model, seen = small_hybrid(), counted_calls(monkeypatch)
+    slow, uses = [type(m) for m in model.modules()], module._uses[0]
+    module.fast_gdn_on(model)
+    twin = copy.deepcopy(model)
+    assert [type(m) for m in twin.modules()] == slow
+    with pytest.raises(RuntimeError, match='not on for this'): module.fast_gdn_off(twin)
+    tokens = mx.array([[1, 2, 3]])
+    out = model(tokens)
+    assert len(seen) == len(module.gdn_layers(model)) and mx.allclose(twin(tokens), out, atol=1e-4) and len(seen) == len(module.gdn_layers(model))
+    module.fast_gdn_off(model)
+    assert module._uses[0] == uses and [type(m) for m in model.modules()] == slow
+
+def test_a_layer_replaced_meanwhile(monkeypatch):
+    import vllm_mlx.gdn as module
+    model, other, uses, name = small_hybrid(), small_hybrid(), module._uses[0], module._mlx_lm.gated_delta_ops
+    first = model.layers[0].linear_attn
+    slow = type(first)
+    with module.fast_gdn(model): model.layers[0].linear_attn = other.layers[0].linear_attn
+    assert module._uses[0] == uses and module._mlx_lm.gated_delta_ops is name
+    assert type(first) is slow and {type(m) for m in module.gdn_layers(model)} == {slow}
+    module.fast_gdn_on(model)
+    model.layers[0].linear_attn = first
+    module.fast_gdn_off(model)
+    assert module._uses[0] == uses and {type(m) for m in module.gdn_layers(model)} == {slow}

@@ -13,7 +13,7 @@ from vllm_mlx.gdn import fast_gdn
 from vllm_mlx.models import tiny_model
 from vllm_mlx.rollback import (Recording, Records, _advance_gated_delta_states_python, advance_gated_delta_states, batch_cache, cache_leaves, put_back, rollback,
                                rollback_by_rerun, rollback_linear_caches, take_snapshot)
-from vllm_mlx.sparse_prefill import SparseKVCache
+from vllm_mlx.sparse_prefill import SparseKVCache, sparse_prefill
 
 BASE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5,
             norm_eps=1e-5, layer_norm_epsilon=1e-5, rope_theta=10000., max_position_embeddings=4096, tie_word_embeddings=True, attention_bias=False)
@@ -315,6 +315,52 @@ def test_nested_lists_and_sparse_caches():
     rollback(cache, records, 1)
     assert (sparse.offset, sparse.size(), sparse.positions().tolist()) == (13, 5, [0, 2, 5, 9, 12])
     assert (rotating.offset, cache[0][2].offset) == (9, 1)
+
+@pytest.mark.parametrize('family', ['gemma3', 'gpt_oss'])
+@pytest.mark.parametrize('kept', [[0, 1, 5, 9, 20, 31, 40, 45, 47, 49, 50, 52, 54, 56, 58, 59], [*range(11), 50, 52, 55, 59]])
+@pytest.mark.parametrize('L', [1, 4, 8, 12])
+def test_sparse_sliding_windows(family, kept, L):
+    "After a sparse prefill a sliding window drops entries during the block: the wrapper and what it wraps go back together, by records, by snapshot and after a failure."
+    model, prompt, block, after = tiny_model(family, sliding_window=64), text(60)[0], text(L, seed=3), text(5, seed=4)
+    def filled():
+        cache = make_prompt_cache(model)
+        sparse_prefill(model, prompt, mx.array(kept), cache, carry='cache')
+        for t in range(3): model(mx.array([[t + 1]]), cache=cache)
+        return cache
+    def close(cache, n):
+        want = filled()
+        if n: model(block[:, :n], cache=want)
+        assert [c.offset for c in cache] == [c.offset for c in want]
+        a, b = model(after, cache=cache), model(after, cache=want)
+        return mx.abs(a - b).max().item() < 1e-3 * max(1, mx.abs(b).max().item())
+    for n in sorted({0, 1, L // 2, L}):
+        cache = filled()
+        with Recording(model, cache, block.shape) as rec: rec.model(block, cache=cache)
+        rollback(cache, rec.records, n)
+        assert close(cache, n), n
+        cache = filled(); held = take_snapshot(cache)
+        model(block, cache=cache)
+        rollback_by_rerun(model, cache, held, block, n)
+        assert close(cache, n), n
+    cache = filled()
+    with pytest.raises(KeyError):
+        with Recording(model, cache, block.shape) as rec:
+            rec.model(block, cache=cache)
+            raise KeyError
+    assert close(cache, 0)
+
+@pytest.mark.parametrize('how', ['bogus', 'metal'])
+def test_a_replay_that_fails_changes_nothing(how):
+    if how == 'metal' and mx.metal.is_available(): pytest.skip('there is Metal here')
+    model = tiny_model('qwen3_5')
+    cache, block = fed(model, text(6)), text(5)
+    with Recording(model, cache, block.shape) as rec: rec.model(block, cache=cache)
+    whole = take_snapshot(cache)
+    with pytest.raises((ValueError, RuntimeError)): rollback(cache, rec.records, 2, how=how)
+    assert all(mx.array_equal(a, b).item() for (_, x), (_, y) in zip(whole, take_snapshot(cache)) for (_, a), (_, b) in zip(tree_flatten(x), tree_flatten(y)) if isinstance(a, mx.array))
+    rollback(cache, rec.records, 2)
+    want = fed(model, text(6)); model(block[:, :2], cache=want)
+    assert mx.allclose(model(text(3), cache=cache), model(text(3), cache=want), atol=1e-4)
 
 # ---- the recorder
 

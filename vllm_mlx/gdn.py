@@ -9,7 +9,8 @@ __all__ = ['SEGMENT', 'CHUNK', 'METAL_STEP', 'METAL_REPLAY', 'CUDA_STEP', 'CUDA_
            'replay_metal', 'replay_cuda', 'pick_gdn', 'gdn', 'gdn_replay', 'gdn_layers', 'fast_gdn_on', 'fast_gdn_off',
            'fast_gdn', 'best_ms', 'bench_layer', 'bench_replay', 'random_qwen35', 'bench_prefill', 'bench_gdn']
 
-# %% ../nbs/10_gdn.ipynb #18181d54
+# %% ../nbs/10_gdn.ipynb #0c2b2dfd
+import copy
 import threading
 import time
 from contextlib import contextmanager
@@ -558,7 +559,7 @@ def _fast_ops(original):
         return form(q, k, v, g, beta, state, mask)
     return gated_delta_ops
 
-# %% ../nbs/10_gdn.ipynb #8fe51122
+# %% ../nbs/10_gdn.ipynb #902425da
 def _replace_name():
     "Put our function into mlx-lm; the second time, count."
     if _uses[0] == 0:
@@ -581,31 +582,48 @@ def _fast_class(cls):
         _inside.depth += 1
         try: return cls.__call__(self, *args, **kwargs)
         finally: _inside.depth -= 1
-    names = dict(__call__=__call__, __module__=cls.__module__, __qualname__=cls.__qualname__, _slow_class=cls)
+    def __deepcopy__(self, memo): # a copy was never switched on
+        new = memo[id(self)] = cls.__new__(cls)
+        new.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != _COUNT}, memo))
+        dict.update(new, copy.deepcopy(dict(self), memo))
+        return new
+    names = dict(__call__=__call__, __deepcopy__=__deepcopy__, __module__=cls.__module__, __qualname__=cls.__qualname__, _slow_class=cls)
     if cls not in _fast_classes: _fast_classes[cls] = type(cls.__name__, (cls,), names)
     return _fast_classes[cls]
 
-# %% ../nbs/10_gdn.ipynb #86de7046
+# %% ../nbs/10_gdn.ipynb #82318333
 def gdn_layers(
     model, # an mlx-lm model
 ): # list of modules
     "The layers of a model that call mlx-lm's gated delta rule; empty for a model without any."
     return [m for m in model.modules() if _calls_update(type(m))]
 
+def _switch_off(layers):
+    for m in layers:
+        object.__setattr__(m, _COUNT, getattr(m, _COUNT) - 1)
+        if not getattr(m, _COUNT):
+            m.__class__ = type(m)._slow_class
+            object.__delattr__(m, _COUNT)
+    if layers: _restore_name()
+
+def _switch_on(layers):
+    if layers: _replace_name()
+    for m in layers:
+        count = getattr(m, _COUNT, 0)
+        if count == 0: m.__class__ = _fast_class(type(m))
+        object.__setattr__(m, _COUNT, count + 1)
+
 def fast_gdn_on(
     model=None, # an mlx-lm model; None: every model of this process, on every thread
 ): # number of layers switched on; None for None
     "Let mlx-lm's hybrid models use `gdn`, until `fast_gdn_off`. Calls are counted: each needs its own off. A compiled function keeps what it was traced with."
     with _lock:
-        layers = [] if model is None else gdn_layers(model)
-        if model is None or layers: _replace_name()
         if model is None:
+            _replace_name()
             _everywhere[0] += 1
             return
-        for m in layers:
-            count = getattr(m, _COUNT, 0)
-            if count == 0: m.__class__ = _fast_class(type(m))
-            object.__setattr__(m, _COUNT, count + 1)
+        layers = gdn_layers(model)
+        _switch_on(layers)
         return len(layers)
 
 def fast_gdn_off(
@@ -613,26 +631,32 @@ def fast_gdn_off(
 ):
     "Take back one `fast_gdn_on`. Raises RuntimeError where there is none."
     with _lock:
-        layers = [] if model is None else gdn_layers(model)
-        if model is None and not _everywhere[0]: raise RuntimeError("fast_gdn is not on for every model: there is nothing to switch off")
-        if any(not getattr(m, _COUNT, 0) for m in layers): raise RuntimeError(f"fast_gdn is not on for this {type(model).__name__}: there is nothing to switch off")
-        if model is None: _everywhere[0] -= 1
-        for m in layers:
-            object.__setattr__(m, _COUNT, getattr(m, _COUNT) - 1)
-            if not getattr(m, _COUNT):
-                m.__class__ = type(m)._slow_class
-                object.__delattr__(m, _COUNT)
-        if model is None or layers: _restore_name()
+        if model is None:
+            if not _everywhere[0]: raise RuntimeError("fast_gdn is not on for every model: there is nothing to switch off")
+            _everywhere[0] -= 1
+            _restore_name()
+            return
+        layers = gdn_layers(model)
+        on = [m for m in layers if getattr(m, _COUNT, 0)]               # a layer put in since is not
+        if layers and not on: raise RuntimeError(f"fast_gdn is not on for this {type(model).__name__}: there is nothing to switch off")
+        _switch_off(on)
 
-# %% ../nbs/10_gdn.ipynb #6f1eccff
+# %% ../nbs/10_gdn.ipynb #f817b000
 @contextmanager
 def fast_gdn(
     model=None, # an mlx-lm model; None: every model of this process, on every thread
 ): # number of layers switched on; None for None
     "mlx-lm's hybrid models use `gdn` inside of the block, for inference and training; everything is as before after it, whatever happens in it."
-    n = fast_gdn_on(model)
-    try: yield n
-    finally: fast_gdn_off(model)
+    if model is None:
+        fast_gdn_on()
+        try: yield
+        finally: fast_gdn_off()
+        return
+    layers = gdn_layers(model)
+    with _lock: _switch_on(layers)
+    try: yield len(layers)
+    finally:
+        with _lock: _switch_off(layers)                                  # these, whatever stands in the model by now
 
 # %% ../nbs/10_gdn.ipynb #d3764abb
 def best_ms(

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 from .gdn import _inside, best_ms, gdn_backend, gdn_replay, kernel_fits, replay_cuda, replay_metal
 from .layers import _clone, text_model
 
-# %% ../nbs/11_rollback.ipynb #a63498b9
+# %% ../nbs/11_rollback.ipynb #eeed9940
 def cache_leaves(
     cache, # list of cache entries, as from `make_prompt_cache`
 ):         # [(place, leaf), ...]; place is (slot,) or, inside of a CacheList, (slot, sub-slot)
@@ -35,13 +35,24 @@ def _leaves_of(place, c):
     if getattr(c, 'inner', None) is not None: return _leaves_of(place, c.inner)
     return [] if c is None else [(place, c)]
 
+def _wrappers(cache):
+    "{id of a leaf: the cache that wraps it and keeps attributes of its own, such as a `SparseKVCache`}"
+    found, todo = {}, list(cache)
+    while todo:
+        c = todo.pop()
+        if hasattr(c, 'caches'): todo.extend(c.caches)
+        elif getattr(c, 'inner', None) is not None: found[id(c.inner)] = c
+    return found
+
+def _own(wrapper): return {k: v for k, v in vars(wrapper).items() if k != 'inner'}
+
 def _held(values): return tree_map(lambda a: a[...] if isinstance(a, mx.array) else a, values)
 
 def take_snapshot(
     cache, # list of cache entries
 ):         # [(leaf, its attributes), ...] for `put_back`
     "All that a cache holds, as second handles: nothing that happens to the cache later changes it."
-    return [(leaf, _held(dict(vars(leaf)))) for _, leaf in cache_leaves(cache)]
+    return [(leaf, _held(dict(vars(leaf)))) for _, leaf in cache_leaves(cache)] + [(w, _held(_own(w))) for w in _wrappers(cache).values()]
 
 def put_back(
     snapshot, # from `take_snapshot`
@@ -131,7 +142,7 @@ def advance_mamba2_states(
     Bs = mx.repeat(Bs.astype(mx.float32), x.shape[2] // Bs.shape[2], axis=2)                  # (B, L, H, N)
     return weighted.transpose(0, 2, 3, 1) @ Bs.transpose(0, 2, 1, 3) + mx.exp(total[:, -1])[..., None, None] * state
 
-# %% ../nbs/11_rollback.ipynb #4c5e3333
+# %% ../nbs/11_rollback.ipynb #6c1fee50
 _TRIMS = dict(BatchKVCache='_idx', BatchRotatingKVCache='_offset')          # where a leaf counts its tokens, if not in `offset`
 
 def _position(leaf): return getattr(leaf, next((a for c, a in _TRIMS.items() if c in [k.__name__ for k in type(leaf).__mro__]), 'offset'), None)
@@ -149,20 +160,26 @@ class KVRecord:
     L: int = 0                  # tokens of the block
     count: object = None        # (B,) tokens of the block in it
     rows: tuple|None = None     # a rotating leaf: (keys, values) of the whole block
+    wrapper: object = None      # what wraps the leaf, and itself drops entries (a sliding window with gaps)
+    around: dict|None = None    # the wrapper's attributes before the block
 
     @classmethod
-    def of(cls, place, leaf):
+    def of(cls, place, leaf, wrapper=None):
         light = hasattr(leaf, 'keys') and leaf.keys is not None and not _rotates(leaf)
-        return cls(place, leaf, _held({k: v for k, v in vars(leaf).items() if not (light and k in ('keys', 'values'))}), _position(leaf))
+        before = _held({k: v for k, v in vars(leaf).items() if not (light and k in ('keys', 'values'))})
+        return cls(place, leaf, before, _position(wrapper or leaf), wrapper=wrapper, around=wrapper and _held(_own(wrapper)))
 
+    def position(self): return _position(self.wrapper or self.leaf)
     def finish(self, B, L):
-        self.at, self.L, self.count = _position(self.leaf), L, np.full(B, L)
+        self.at, self.L, self.count = self.position(), L, np.full(B, L)
         self.fed = None if self.start is None else self.at - self.start
 
-    def undo(self): vars(self.leaf).update(_held(self.before))
-    def release(self): self.before = self.rows = None
+    def undo(self):
+        vars(self.leaf).update(_held(self.before))
+        if self.wrapper is not None: vars(self.wrapper).update(_held(self.around))
+    def release(self): self.before = self.rows = self.around = None
 
-# %% ../nbs/11_rollback.ipynb #77c9832e
+# %% ../nbs/11_rollback.ipynb #cbcabc34
 def _name(r): return f"{type(r.leaf).__name__} in slot {'.'.join(map(str, r.place))}"
 
 def _kv_refusal(
@@ -175,7 +192,7 @@ def _kv_refusal(
     if r.fed == 0: return None
     if (counts > r.count).any(): return f"{_name(r)} was already cut to {r.count.tolist()} tokens of the block: {counts.tolist()} would be more"
     if r.fed != L: return f"{_name(r)} took in {r.fed} tokens during the block of {L}: something else was fed to it"
-    if _position(leaf) != r.at: return f"{_name(r)} was fed or trimmed since: it counts {_position(leaf)} tokens, after the block {r.at}"
+    if r.position() != r.at: return f"{_name(r)} was fed or trimmed since: it counts {r.position()} tokens, after the block {r.at}"
     if getattr(leaf, '_right_padding', None) is not None or getattr(leaf, '_lengths', None) is not None: return f"{_name(r)} is in the middle of a padded prompt: call its finalize() first"
     if isinstance(leaf, (BatchKVCache, BatchRotatingKVCache)): return None
     if len(set((r.count - counts).tolist())) > 1 or len(set(counts.tolist())) > 1: return f"{_name(r)} has one offset for all rows and cannot keep {counts.tolist()} tokens: make the cache with batch_cache"
@@ -183,7 +200,7 @@ def _kv_refusal(
     if not hasattr(leaf, 'trim') or not leaf.is_trimmable(): return f"{_name(r)} is not trimmable"
     if isinstance(leaf, ChunkedKVCache) and leaf.offset - leaf.start_position < (r.count - counts).max(initial=0): return f"{_name(r)} has dropped tokens of the block already"
 
-# %% ../nbs/11_rollback.ipynb #69b6e6cb
+# %% ../nbs/11_rollback.ipynb #9d423e0c
 def _cut_trimmed(r, counts):
     n = int((r.count - counts).max(initial=0))
     r.leaf.trim(n)
@@ -206,7 +223,7 @@ def _cut_rotating(r, counts):
     r.undo()
     if n == 0: return
     rows = [a[..., :n, :] for a in r.rows]
-    if len(set(counts.tolist())) == 1: leaf.update_and_fetch(*rows); return
+    if len(set(counts.tolist())) == 1: (r.wrapper or leaf).update_and_fetch(*rows); return
     leaf._update_concat(*rows)
     more = mx.array((n - counts).astype(np.int32))
     leaf.keys, leaf.values = (dynamic_roll(a, more[:, None], axis=2) for a in (leaf.keys, leaf.values))
@@ -215,7 +232,7 @@ def _cut_rotating(r, counts):
 def _cut_kv(r, counts):
     if r.fed == 0 or (counts == r.count).all(): return
     (_cut_rotating if _rotates(r.leaf) else _cut_batch if isinstance(r.leaf, BatchKVCache) else _cut_trimmed)(r, counts)
-    r.at, r.count = _position(r.leaf), counts
+    r.at, r.count = r.position(), counts
 
 # %% ../nbs/11_rollback.ipynb #b34b511e
 def batch_cache(
@@ -519,13 +536,14 @@ def _recording_layer(layer, i, taps, classes):
         for name, value in dict(_original=layer[k], _layer=i, __class__=_recording_class(_mixer_class, layer[k], taps, classes)).items(): object.__setattr__(new[k], name, value)
     return new
 
-# %% ../nbs/11_rollback.ipynb #9d9e9e9a
+# %% ../nbs/11_rollback.ipynb #9d412e36
 class Records(dict):
     "All that is needed to cut a block back: {layer index: LayerRecord} of the recurrent layers, and `.leaves`, a record for every leaf of the cache."
     def __init__(self, cache, shape):
         super().__init__()
         self.cache, self.shape, self.released = cache, tuple(shape), False
-        self.leaves = [(LayerRecord if isinstance(leaf, ArraysCache) else KVRecord).of(place, leaf) for place, leaf in cache_leaves(cache)]
+        around = _wrappers(cache)
+        self.leaves = [LayerRecord.of(place, leaf) if isinstance(leaf, ArraysCache) else KVRecord.of(place, leaf, around.get(id(leaf))) for place, leaf in cache_leaves(cache)]
 
     def refusal(self,
         cache,    # the cache list that the block was run on
@@ -569,7 +587,7 @@ class Recording:
             _explain(r, *self.records.shape, *seen.get(id(r), ([], [])))
             self.records[r.place[0] if r.layer is None else r.layer] = r
 
-# %% ../nbs/11_rollback.ipynb #5c0c575d
+# %% ../nbs/11_rollback.ipynb #2c1301d7
 def rollback(
     cache,      # the cache list that the block was run on, cut in place
     records,    # Records of that block
@@ -581,9 +599,16 @@ def rollback(
     Keeping everything changes no bit. Raises ValueError naming what cannot be undone, before anything changes."""
     if why := records.refusal(cache, accepted): raise ValueError(f"cannot roll back: {why}")
     counts = _counts(accepted, *records.shape)
-    for r in records.leaves:
-        if isinstance(r, KVRecord): _cut_kv(r, counts)
-    _cut_linear([r for r in records.leaves if isinstance(r, LayerRecord)], counts, how)
+    states = [(r.leaf, {k: list(v) if isinstance(v, list) else v for k, v in vars(r.leaf).items()}) for r in records.leaves if isinstance(r, LayerRecord)]
+    held, marks = take_snapshot(cache), [(r, dict(vars(r))) for r in records.leaves]
+    try:
+        _cut_linear([r for r in records.leaves if isinstance(r, LayerRecord)], counts, how)
+        for r in records.leaves:
+            if isinstance(r, KVRecord): _cut_kv(r, counts)
+    except BaseException:
+        put_back(held)
+        for x, attributes in states + marks: vars(x).update(attributes)     # the very arrays: records know them by identity
+        raise
     if not keep: records.release()
 
 # %% ../nbs/11_rollback.ipynb #f7de2430
