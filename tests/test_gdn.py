@@ -557,3 +557,14 @@ def test_a_layer_replaced_meanwhile(monkeypatch):
     model.layers[0].linear_attn = first
     module.fast_gdn_off(model)
     assert module._uses[0] == uses and {type(m) for m in module.gdn_layers(model)} == {slow}
+
+def test_layers_in_inference_ask_for_no_gradients(monkeypatch):
+    "What lets gradients flow through a kernel costs as much as the kernel."
+    import vllm_mlx.gdn as module
+    model, seen, true = small_hybrid(), [], module.gdn
+    monkeypatch.setattr(module, 'gdn', lambda *a, **k: (seen.append(module._inside.plain), true(*a, **k))[1])
+    for training in (False, True):
+        model.train(training)
+        with module.fast_gdn(model): model(mx.array([[1, 2, 3]]))
+        assert set(seen) == {not training} and not module._inside.plain
+        seen.clear()

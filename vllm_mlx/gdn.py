@@ -429,7 +429,7 @@ def _template(q, k, v, g, beta, masked, **more):
     (Hk, Dk), (Hv, Dv) = k.shape[2:], v.shape[2:]
     return list(dict(QT=q.dtype, KT=k.dtype, VT=v.dtype, GT=g.dtype, BT=beta.dtype, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, VEC=g.ndim == 4, MASKED=masked, **more).items())
 
-# %% ../nbs/10_gdn.ipynb #06165394
+# %% ../nbs/10_gdn.ipynb #977dac32
 _kernels, _INPUTS = {}, dict(step=["q", "k", "v", "g", "beta", "state", "mask"], replay=["k", "v", "g", "beta", "state", "steps"])
 
 def _kernel(backend, kind):
@@ -468,6 +468,7 @@ def _step_kernel(backend, q, k, v, g, beta, state, mask):
     template = _template(q, k, v, g, beta, mask is not None, **more)
     def kernel(*x):                                                          # without a mask the pointer to it is never followed
         return tuple(_kernel(backend, "step")(inputs=[*x, x[4] if mask is None else mask], template=template, output_shapes=[v.shape, S.shape], output_dtypes=[q.dtype, mx.float32], **size))
+    if _inside.plain: return kernel(q, k, v, g, beta, S)                     # a switched-on layer that is not in training: nothing to differentiate
     return tuple(_with_gradients_of(lambda *x: gdn_chunked(*x, mask), kernel, q, k, v, g, beta, S))
 
 def _replay_kernel(backend, k, v, g, beta, state, steps):
@@ -546,8 +547,8 @@ def gdn_replay(
     "The memory after the first `steps` tokens, by the form that suits the device."
     return _form(how, *k.shape[1::2], 1)(k, v, g, beta, state, steps)
 
-# %% ../nbs/10_gdn.ipynb #c82d0894
-class _Inside(threading.local): depth = 0 # in how many switched-on layers this thread is
+# %% ../nbs/10_gdn.ipynb #36fd78b0
+class _Inside(threading.local): depth, plain = 0, False # in how many switched-on layers this thread is; whether the innermost is in inference
 _inside, _lock, _uses, _everywhere, _fast_classes = _Inside(), threading.RLock(), [0], [0], {}
 _NAME, _CALLED, _COUNT = "gated_delta_ops", "gated_delta_update", "_fast_gdn_count"
 _ours = [None, None] # the function we put into mlx-lm, and what was there before
@@ -559,7 +560,7 @@ def _fast_ops(original):
         return form(q, k, v, g, beta, state, mask)
     return gated_delta_ops
 
-# %% ../nbs/10_gdn.ipynb #902425da
+# %% ../nbs/10_gdn.ipynb #1e2a5e5d
 def _replace_name():
     "Put our function into mlx-lm; the second time, count."
     if _uses[0] == 0:
@@ -579,9 +580,10 @@ def _calls_update(cls):
 def _fast_class(cls):
     "A subclass under the same name whose layers are switched on while they run."
     def __call__(self, *args, **kwargs):
+        before, _inside.plain = _inside.plain, not self.training
         _inside.depth += 1
         try: return cls.__call__(self, *args, **kwargs)
-        finally: _inside.depth -= 1
+        finally: _inside.depth, _inside.plain = _inside.depth - 1, before
     def __deepcopy__(self, memo): # a copy was never switched on
         new = memo[id(self)] = cls.__new__(cls)
         new.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != _COUNT}, memo))

@@ -206,7 +206,7 @@ def _compute_importance(
     if best is None: raise RuntimeError(f"no queries were captured on a layer whose cache spans the {n_prompt} prompt tokens: nothing to score with")
     return best.mean(axis=0)
 
-# %% ../nbs/02_importance.ipynb #9ef44bfb
+# %% ../nbs/02_importance.ipynb #ab15ce9a
 class PrefillCancelled(RuntimeError):
     "Raised when a `cancel_check` answers true."
 
@@ -227,6 +227,7 @@ def as_tokens(
     if t.min() < 0: raise ValueError(f"token id {t.min()} is negative")
     vocab = None if model is None else vocab_size(model)
     if vocab and t.max() >= vocab: raise ValueError(f"token id {t.max()} is outside the model's vocabulary of {vocab:,}")
+    if t.max() >= 2**31: raise ValueError(f"token id {t.max()} is too large: ids are 32-bit")
     return mx.array(t.astype(np.int32))
 
 def _states(cache): return [c.state for c in cache]

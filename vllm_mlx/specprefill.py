@@ -12,10 +12,11 @@ __all__ = ['PrefillResult', 'SpecPrefillSettings', 'SpecPrefill', 'SpecPrefillRe
            '_build_layer_to_cache_map', 'sparse_prefill', 'cleanup_rope', 'score_window', 'score_segments',
            'SparseKVCache', 'PrefillCancelled']
 
-# %% ../nbs/06_specprefill.ipynb #4b786409
+# %% ../nbs/06_specprefill.ipynb #a6a48fec
 import inspect
 import time
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 
 import mlx.core as mx
 import numpy as np
@@ -84,7 +85,7 @@ def _check_tokenizers(target, draft, tokenizer, draft_tokenizer):
     a, b = vocab_size(target), vocab_size(draft)
     if a != b: raise ValueError(f"the draft has a vocabulary of {b}, the target of {a}: if their tokenizers are the same, pass both as tokenizer and draft_tokenizer")
 
-# %% ../nbs/06_specprefill.ipynb #e2443e55
+# %% ../nbs/06_specprefill.ipynb #3da07e41
 class SpecPrefillSettings:
     """Settings of a sparse prefill, checked and resolved for one model. Raises ValueError for a setting that cannot work, naming it."""
     def __init__(self,
@@ -116,6 +117,10 @@ class SpecPrefillSettings:
         _check_tokenizers(model, draft, tokenizer, draft_tokenizer)
         def wants(ok, name, value, right):
             if not ok: raise ValueError(f"{name} is {value!r}: {right}")
+        for name, v in dict(keep_pct=keep_pct, backbone_pct=backbone_pct, threshold=threshold).items(): wants(isinstance(v, Real), name, v, "a number is needed")
+        for name, v in dict(neighbours=neighbours, n_lookahead=n_lookahead, window=window, pool_kernel=pool_kernel, protect_tail=protect_tail, protect_head=protect_head,
+                            chunk_size=chunk_size, step_size=step_size, reserve=reserve).items():
+            wants(isinstance(v, Integral) or v is None and name in ('window', 'pool_kernel', 'step_size'), name, v, "a whole number is needed")
         wants(keep_pct > 0, 'keep_pct', keep_pct, "a share above 0, up to 1")        # NaN fails too
         wants(scorer in ("window", "lookahead"), 'scorer', scorer, "'window' or 'lookahead'")
         wants(positions in ("original", "contiguous"), 'positions', positions, "'original' or 'contiguous'")
@@ -182,7 +187,7 @@ def _fit_context(s, M, prefix, keep_pct, context):
         raise ValueError(f"{prefix:,} tokens are in the cache and {s.reserve:,} are reserved for the answer: the context of {context:,} has no room for a prompt")
     return min(keep_pct, room // s.chunk_size / -(-M // s.chunk_size) - 1e-9, room / M)      # whole chunks that fit
 
-# %% ../nbs/06_specprefill.ipynb #766ab212
+# %% ../nbs/06_specprefill.ipynb #ebe04f1b
 class SpecPrefill(SpecPrefillSettings):
     __doc__ = SpecPrefillSettings.__doc__
     def prefill(self,
@@ -198,7 +203,7 @@ class SpecPrefill(SpecPrefillSettings):
         "Score, select and fill. Raises ValueError for bad input; on an error or a cancel, model and cache are as before."
         start = time.perf_counter()
         tokens, keep = as_tokens(tokens, self.model), self.keep_pct if keep_pct is None else keep_pct
-        if not keep > 0: raise ValueError(f"keep_pct is {keep!r}: a share above 0, up to 1")
+        if not (isinstance(keep, Real) and keep > 0): raise ValueError(f"keep_pct is {keep!r}: a share above 0, up to 1")
         for span in protect or ():
             if len(span) != 2 or not 0 <= span[0] <= span[1] <= tokens.size: raise ValueError(f"protect has {span}: (start, stop) inside the prompt of {tokens.size} tokens")
         if importance is not None and np.shape(importance) != (tokens.size,): raise ValueError(f"importance has shape {np.shape(importance)}: one score for each of the {tokens.size} tokens")
