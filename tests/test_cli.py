@@ -73,6 +73,12 @@ def call(*words, stdin=b"", capsys=None, monkeypatch=None):
     (("demo", "--plot", "empty.txt/out.png"), "cannot write empty.txt/out.png: Not a directory"),
     (("demo", "--keep", "0.2"), "--keep"),
     (("demo", "--quiet"), "--quiet"),
+    (("generate", "--prompt", "P"), "--model"),
+    (("generate", "--model", "M"), "--prompt"),
+    (("generate", "--model", "M", "--prompt", ""), "the prompt is empty"),
+    (("generate", "--model", "M", "--prompt", "-"), "standard input is empty"),
+    *((("generate", "--model", "M", "--prompt", "P", "--block-size", n), f"{n!r} is neither 'kod' nor") for n in ("0", "1.5", "Kod")),
+    *((("generate", "--model", "M", "--prompt", "P", "--temperature", t), f"{t!r} is not a number") for t in ("nan", "inf", "warm")),
 ])
 def test_mistake_is_one_line_and_two(words, phrase, tmp_path, monkeypatch, capsys, no_model):
     monkeypatch.chdir(tmp_path)
@@ -355,3 +361,47 @@ def test_demo_finds_its_fact(tmp_path):
     assert 3900 < report["prompt_tokens"] <= 4000 and report["why_dense"] is None
     assert report["expected"][0] in report["answer"] and report["expected"][0] in report["fact"]
     assert (tmp_path/report["plot"]).read_bytes().startswith(PNG)
+
+
+# --- generate ---
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory):
+    "The nano hybrid, and a folder with an untrained draft for it."
+    from vllm_mlx.dflash import make_draft, save_dflash
+    folder, pair = tmp_path_factory.mktemp("drafts")/"draft", load("nano-hybrid")
+    save_dflash(make_draft(pair[0], block_size=4), folder)
+    return pair, str(folder)
+
+
+def test_generate_is_the_models_own_text(nano, capsys, monkeypatch):
+    from mlx_lm import stream_generate
+    (model, tokenizer), draft = nano
+    monkeypatch.setattr(cli, "open_model", lambda name: (model, tokenizer))
+    prompt = "def add(a, b):"
+    want = "".join(r.text for r in stream_generate(model, tokenizer, prompt, max_tokens=16))
+    for more in ((), ("--draft", draft), ("--draft", draft, "--block-size", "3")):
+        code, out, err = call("generate", "--model", "nano-hybrid", "--raw", "--prompt", prompt, "--max-tokens", "16", *more, capsys=capsys)
+        assert (code, err) == (0, "") and out.startswith(want + "\n\n16 tokens, ") and ("rounds" in out) == bool(more)
+        code, out, err = call("generate", "--model", "nano-hybrid", "--raw", "--prompt", "-", "--max-tokens", "16", "--json", *more, stdin=prompt.encode(), capsys=capsys, monkeypatch=monkeypatch)
+        report = json.loads(out)
+        assert (code, err, out.count("\n")) == (0, "", 1) and report["answer"] == want and report["generation_tokens"] == 16
+    texts = [json.loads(call("generate", "--model", "M", "--raw", "--prompt", prompt, "--temperature", "0.8", "--seed", seed, "--max-tokens", "8", "--json", *more, capsys=capsys)[1])["answer"]
+             for seed, more in (("1", ()), ("1", ("--draft", draft)), ("2", ()))]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_refuses_a_draft_of_another_model(nano, real, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "open_model", lambda name: real)
+    for folder, words in ((nano[1], "made for a target with hidden_size"), (str(tmp_path), "as a draft"), ("./nowhere", "as a draft")):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        code, out, err = call("generate", "--model", "M", "--draft", folder, "--prompt", "P", capsys=capsys)
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err and repr(folder) in err
+
+
+def test_generate_uses_the_chat_template_and_minds_the_context(real, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "open_model", lambda name: real)
+    lengths = [json.loads(call("generate", "--model", "M", "--prompt", "Hi", "--max-tokens", "1", "--json", *more, capsys=capsys)[1])["prompt_tokens"] for more in ((), ("--raw",))]
+    assert lengths[0] > lengths[1] == 1
+    code, out, err = call("generate", "--model", "M", "--prompt", "word " * 9000, capsys=capsys)
+    assert (code, out) == (2, "") and "the model's context is 8,192" in err

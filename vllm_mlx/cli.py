@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'DEMO_TOKENS', 'DEMO_SEED', 'CommandError', 'Parser', 'keep_share', 'whole_number', 'picture_file',
-           'add_options', 'make_parser', 'read_text', 'check_writable', 'open_model', 'open_pipeline',
-           'room_for_answer', 'progress_bar', 'stream_answer', 'moves', 'sparse_answer', 'dense_answer', 'warm_up',
-           'kept_strip', 'reading_line', 'times_line', 'save_picture', 'demo_picture', 'pose', 'tell', 'run', 'give_up',
-           'main']
+           'add_options', 'block_size', 'temperature', 'add_generate_options', 'make_parser', 'read_text',
+           'check_writable', 'open_model', 'open_pipeline', 'room_for_answer', 'progress_bar', 'stream_answer', 'moves',
+           'sparse_answer', 'dense_answer', 'warm_up', 'kept_strip', 'reading_line', 'times_line', 'save_picture',
+           'demo_picture', 'pose', 'tell', 'open_draft', 'speed_line', 'run_generate', 'run', 'give_up', 'main']
 
 # %% ../nbs/40_cli.ipynb #b84f0595
 import argparse, contextlib, json, math, os, shutil, sys, tempfile, textwrap, time
@@ -68,7 +68,40 @@ def add_options(
     add("--plot", type=picture_file, metavar="OUT.png", help="save a picture of the kept tokens (.png, .svg or .pdf)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
-# %% ../nbs/40_cli.ipynb #3a6a43bc
+# %% ../nbs/40_cli.ipynb #18432c88
+def block_size(
+    word:str # as typed after --block-size
+) -> int|str: # tokens, or "kod"
+    "The size of a block. Raises ArgumentTypeError for anything but `kod` and whole numbers above 0."
+    if word == "kod": return word
+    if not (word.isascii() and word.isdigit() and int(word) > 0): raise argparse.ArgumentTypeError(f"{word!r} is neither 'kod' nor a whole number above 0")
+    return int(word)
+
+def temperature(
+    word:str # as typed after --temperature
+) -> float: # 0 or more
+    "Raises ArgumentTypeError for negative numbers, infinity, `nan` and words."
+    try: value = float(word)
+    except ValueError: value = math.nan
+    if not 0 <= value < math.inf: raise argparse.ArgumentTypeError(f"{word!r} is not a number of at least 0")
+    return value
+
+def add_generate_options(
+    parser:argparse.ArgumentParser # of `generate`; changed in place
+):
+    "The options of `vllm_mlx generate`."
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="an alias, a folder in mlx-lm's form or a hub id")
+    add("--draft", metavar="D", help="a DFlash draft made for this model, a folder or a hub id (default: none, token by token)")
+    add("--prompt", required=True, metavar="P", help="the text to go on from; - reads standard input")
+    add("--raw", action="store_true", help="the prompt as it is, even if the model has a chat template")
+    add("--block-size", type=block_size, default="kod", metavar="N", help="tokens of a block, anchor included, or kod: chosen by what is accepted and what it costs (default: %(default)s)")
+    add("--max-tokens", type=whole_number, default=256, metavar="N", help="the longest answer, in tokens (default: %(default)s)")
+    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)")
+    add("--seed", type=int, metavar="S", help="of the random numbers: the same seed, the same text")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+# %% ../nbs/40_cli.ipynb #720828b4
 def make_parser() -> Parser: # its `parse_args` gives the options, or raises CommandError
     "The grammar of the `vllm_mlx` command."
     parser = Parser(prog="vllm_mlx", description="Ask a long text and get the first token sooner.")
@@ -80,6 +113,8 @@ def make_parser() -> Parser: # its `parse_args` gives the options, or raises Com
     demo = commands.add_parser("demo", help="ask 4,000 tokens of Python's language reference for a fact that was planted there",
                                description="Plant a fact in 4,000 tokens of Python's language reference and ask for it.")
     for command in (ask, demo): add_options(command)
+    add_generate_options(commands.add_parser("generate", help="go on from a prompt, block by block with a DFlash draft",
+                                             description="Go on from a prompt; with a DFlash draft, block by block. The text is the model's own either way."))
     return parser
 
 # %% ../nbs/40_cli.ipynb #fca32bc9
@@ -300,12 +335,55 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #f40cfbd4
+# %% ../nbs/40_cli.ipynb #68d2055b
+def open_draft(
+    name:str, # folder or hub id of a DFlash draft
+    model     # the model it was made for
+): # a DFlashDraftModel, bound
+    "Raises CommandError if the draft cannot be loaded or was made for another model."
+    from vllm_mlx.dflash import load_dflash
+    try: return load_dflash(name, model)
+    except Exception as e: raise CommandError(f"cannot use {name!r} as a draft: {textwrap.shorten(str(e), 300)}") from e
+
+def speed_line(
+    report:dict # of `run_generate`
+) -> str: # one line
+    "How many tokens came how fast, and what the drafts gave."
+    n, rounds = report["generation_tokens"], report["rounds"]
+    line = f"{n:,} token{'s' * (n != 1)}, {report['tokens_per_second']:.1f} a second"
+    if report["draft"] is None: return line
+    return f"{line}; {rounds:,} rounds of {report['tokens_per_round']:.2f} tokens, {report['accepted']:,} of {report['drafted']:,} drafts accepted, {report['plain_steps']:,} plain steps, {report['repetition']:.0%} repeated"
+
+def run_generate(
+    options:argparse.Namespace, # as parsed
+    out # where the answer and the report go
+):
+    "`vllm_mlx generate`. Raises CommandError and ValueError before the model reads."
+    text = read_text("-") if options.prompt == "-" else options.prompt
+    if not text: raise CommandError("the prompt is empty")
+    model, tokenizer = open_model(options.model)
+    draft = None if options.draft is None else open_draft(options.draft, model)
+    from vllm_mlx.layers import context_length
+    from vllm_mlx.specprefill import encode_prompt
+    from vllm_mlx.speculate import SpecStats, stream_generate
+    chat = not options.raw and getattr(tokenizer, "has_chat_template", False)
+    tokens = tokenizer.apply_chat_template([dict(role="user", content=text)], add_generation_prompt=True) if chat else encode_prompt(tokenizer, text).tolist()
+    limit, stats = context_length(model), SpecStats()
+    if limit is not None and len(tokens) >= limit: raise CommandError(f"the prompt has {len(tokens):,} tokens, the model's context is {limit:,}: shorten it")
+    max_tokens = options.max_tokens if limit is None else min(options.max_tokens, limit - len(tokens))
+    bar = progress_bar("reading", len(tokens))
+    responses = stream_generate(model, draft, tokenizer, tokens, max_tokens=max_tokens, block_size=options.block_size, temperature=options.temperature, seed=options.seed, stats=stats, progress=moves(bar))
+    answer, ttft, _ = stream_answer(responses, bar, (lambda piece: None) if options.json else lambda piece: print(piece, end="", file=out, flush=True))
+    report = dict(answer=answer, ttft_s=ttft, model=options.model, draft=options.draft, block_size=options.block_size, temperature=options.temperature, seed=options.seed, **stats.to_dict())
+    print(json.dumps(report, default=lambda x: x.item()) if options.json else f"\n\n{speed_line(report)}", file=out)
+
+# %% ../nbs/40_cli.ipynb #8a206ffa
 def run(
     options:argparse.Namespace, # as parsed
     out # where answers and the report go
 ):
     "Carry out a command: everything that can be refused is refused before the model reads. Raises CommandError and ValueError."
+    if options.command == "generate": return run_generate(options, out)
     text = read_text(options.file) if options.command == "ask" else None
     if options.plot: check_writable(options.plot)
     say = (lambda *words, **kw: None) if options.json else (lambda *words, **kw: print(*words, file=out, flush=True, **kw))
