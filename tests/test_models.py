@@ -489,7 +489,7 @@ def test_load_takes_str_path_and_home(folders, monkeypatch):
     assert find_model("~/4") == find_model(folders / "4") == find_model(str(folders / "4")) == str(folders / "4")
 
 def test_names_that_are_nothing(tmp_path):
-    with pytest.raises(ValueError, match=r"'smollm3': it is no alias \(smollm2-135m\), no folder or file here, and no Hugging Face id"): load("smollm3")
+    with pytest.raises(ValueError, match=r"'smollm3': it is no alias \(smollm2-135m, nano-hybrid\), no folder or file here, and no Hugging Face id"): load("smollm3")
     for name in ("/no/such/folder", "./x", "", "a/b/c"):
         with pytest.raises(ValueError, match="cannot load|without a config.json"): load(name)
     with pytest.raises(ValueError, match="without a config.json"): load(tmp_path)

@@ -105,3 +105,23 @@ def test_a_dropped_cache_is_freed_at_once():
             before = mx.get_active_memory() if before is None else before
             assert mx.get_active_memory() <= before
     finally: gc.enable()
+
+@pytest.mark.parametrize('name', ['kimi_linear', 'olmo_hybrid'])
+def test_three_convolutions_are_refused_by_name(name):
+    model = the(name)
+    layer = next(l for l in text_model(model).layers if not any(l is a.layer for a in attention_layout_of(model)))
+    with pytest.raises(ValueError, match=f'{type(layer).__name__} is no gated delta rule with one convolution'):
+        forward_linear_layer_explicit(layer, mx.zeros((1, 3, 32)), None, None)
+
+def attention_layout_of(model):
+    try: return attention_layout(model)
+    except ValueError: return []
+
+def test_explicit_attention_says_what_is_wrong():
+    model = tiny_model('llama')
+    layer, h = model.layers[0], mx.zeros((1, 2, model.args.hidden_size))
+    with pytest.raises(ValueError, match='offset is 5: old_keys hold 0 rows'): forward_full_attention_layer_explicit(layer, h, None, None, 5)
+    short = mx.zeros((1, model.args.num_key_value_heads, 4, 16))
+    with pytest.raises(ValueError, match='offset is 9: old_keys hold 4 rows'): forward_full_attention_layer_explicit(layer, h, short, short, 9)
+    hybrid = the('falcon_h1')
+    with pytest.raises(ValueError, match='is not called as layer'): forward_full_attention_layer_explicit(text_model(hybrid).layers[0], mx.zeros((1, 2, 32)), None, None, 0)

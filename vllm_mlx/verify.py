@@ -6,8 +6,10 @@
 __all__ = ['noting_view', 'forward_with_hidden_states', 'forward_with_hidden_states_and_rollback', 'find_fa_mask_cache_idx',
            'forward_full_attention_layer_explicit', 'forward_linear_layer_explicit']
 
-# %% ../nbs/12_verify.ipynb #e9dcb905
+# %% ../nbs/12_verify.ipynb #1b3cbce4
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from .gdn import gdn_layers
@@ -81,7 +83,7 @@ def find_fa_mask_cache_idx(
     layout = attention_layout(model) if _find_attention_layers(model) else []
     return next((l.slot for l in layout if l.window is None), layout[0].slot if layout else 0)
 
-# %% ../nbs/12_verify.ipynb #590eb31e
+# %% ../nbs/12_verify.ipynb #15ef455e
 class _GivenKeys:
     "A cache made of given arrays that keeps the new rows apart."
     def __init__(self, keys, values, offset): self.keys, self.values, self.offset, self.new = keys, values, offset, None
@@ -100,9 +102,15 @@ def forward_full_attention_layer_explicit(
     mask=None,  # as the layer takes it; None: causal, row i sees offset + i + 1 keys
 ):              # (hidden, new keys (B, n_kv_heads, L, head_dim), new values)
     "An attention layer without a cache object (seed entry 8); the caller appends the new keys and values. Raises ValueError where there is no attention."
-    given = _GivenKeys(old_keys, old_values, offset)
-    out = layer(hidden, mask='causal' if mask is None and hidden.shape[1] > 1 else mask, cache=given)
-    if given.new is None: raise ValueError(f"{type(layer).__name__} keeps no keys: it is no attention layer")
+    name, L, rows = type(layer).__name__, hidden.shape[1], 0 if old_keys is None else old_keys.shape[2]
+    if not 0 <= offset <= rows: raise ValueError(f"offset is {offset}: old_keys hold {rows} rows")
+    for m in ['causal', create_causal_mask(L, offset)] if mask is None and L > 1 else [mask]:      # MLA layers take no word
+        given = _GivenKeys(old_keys, old_values, offset)
+        try: out = layer(hidden, mask=m, cache=given)
+        except (TypeError, ValueError) as e: why = e
+        else: break
+    else: raise ValueError(f"{name} is not called as layer(hidden, mask, cache): {why}")
+    if given.new is None: raise ValueError(f"{name} keeps no keys: it is no attention layer")
     return out[0] if isinstance(out, (tuple, list)) else out, *given.new
 
 def forward_linear_layer_explicit(
@@ -114,7 +122,8 @@ def forward_linear_layer_explicit(
 ):              # (hidden, new_conv_state, new_ssm_state, qkv (B, L, C), k, v, g, beta)
     "A GatedDeltaNet layer without a cache object, and all that a rollback needs (seed entry 9). Raises ValueError for another kind of layer."
     problem = ValueError(f"{type(layer).__name__} is no gated delta rule with one convolution")
-    if not gdn_layers(layer): raise problem
+    rules = gdn_layers(layer)
+    if len(rules) != 1 or sum(isinstance(m, nn.Conv1d) for m in rules[0].modules()) != 1: raise problem
     cache, taps = ArraysCache(2), _Taps()
     cache.cache = [conv_state, ssm_state]
     r = LayerRecord.of((0,), cache)
