@@ -34,6 +34,26 @@ def test_capture_errors_change_nothing():
         with pytest.raises(ValueError, match='capture_layers has'): forward_with_hidden_states_and_rollback(model, text(3), cache, bad)
     same_cache(cache, held, 0)
 
+@pytest.mark.parametrize('bad, message', [([-1], 'has -1: Model has layers 0 to 5'), ([6], 'has 6: Model has layers 0 to 5'), (['1'], "has '1': whole numbers from 0 to 5"), ([1.0], 'has 1.0: whole numbers'),
+    ([True], 'has True: whole numbers'), ([None], 'has None: whole numbers'), ([[1]], 'whole numbers'), ('12', "is '12': a list of layers 0 to 5"), (3, 'is 3: a list'), (2.5, 'is 2.5: a list'), (True, 'is True: a list'),
+    ({1: 2}, 'a list'), (b'1', 'a list'), (np.array([1.5]), 'has 1.5: whole numbers'), (mx.array([2.0]), 'has 2.0: whole numbers'), (np.array([True]), 'has True: whole numbers'), (mx.array(1), 'is 1: a list'),
+    ([0, float('nan')], 'has nan: whole numbers'), ([10**30], 'Model has layers 0 to 5')], ids=str)
+def test_capture_layers_of_odd_types(bad, message):
+    model = tiny_model('qwen3_5')
+    cache = fed(model, text(6))
+    held = [list(c.cache) if isinstance(c, ArraysCache) else c.offset for c in cache]
+    for f in (lambda: forward_with_hidden_states(model, text(3), cache, bad), lambda: forward_with_hidden_states_and_rollback(model, text(3), cache, bad), lambda: noting_view(model, bad, {})):
+        with pytest.raises(ValueError, match=f'capture_layers .*{message}'): f()
+    assert all(all(x is y for x, y in zip(h, c.cache)) if isinstance(c, ArraysCache) else h == c.offset for h, c in zip(held, cache))
+
+@pytest.mark.parametrize('good', [None, [], (), [1, 4], (4, 1), [2, 2], range(2, 5), np.array([5, 0]), mx.array([3]), iter([1, 3]), {2}, [np.int64(3), np.uint8(1)]], ids=str)
+def test_capture_layers_of_many_types(good):
+    model, block = tiny_model('qwen3_5'), text(3)
+    wanted = [int(i) for i in good] if good is not None and not hasattr(good, '__next__') else [1, 3] if good is not None else []
+    every = forward_with_hidden_states(model, block, capture_layers=range(6))[2]
+    some = forward_with_hidden_states(model, block, capture_layers=good)[2]
+    assert len(some) == len(wanted) and all(mx.array_equal(a, every[i]).item() for a, i in zip(some, wanted))
+
 def test_a_greedy_loop_is_plain_decoding():
     "Guesses, verified, cut back: the tokens are those of decoding one by one, on a hybrid."
     model, rng = tiny_model('qwen3_5'), np.random.default_rng(0)

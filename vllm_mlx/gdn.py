@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['SEGMENT', 'CHUNK', 'METAL_STEP', 'METAL_REPLAY', 'CUDA_STEP', 'CUDA_REPLAY', 'CUDA_WARPS', 'GDN_TABLE',
            'gdn_reference', 'random_inputs', 'decay_products', 'unit_lower_inverse', 'gdn_backend', 'gdn_chunked',
-           'replay_reference', 'replay_chunked', 'kernel_fits', 'cuda_tile', 'launch', 'gdn_metal', 'gdn_cuda',
-           'replay_metal', 'replay_cuda', 'pick_gdn', 'gdn', 'gdn_replay', 'gdn_layers', 'fast_gdn_on', 'fast_gdn_off',
-           'fast_gdn', 'best_ms', 'bench_layer', 'bench_replay', 'random_qwen35', 'bench_prefill', 'bench_gdn']
+           'replay_reference', 'replay_chunked', 'kernel_fits', 'cuda_tile', 'without_gradients', 'launch', 'gdn_metal',
+           'gdn_cuda', 'replay_metal', 'replay_cuda', 'pick_gdn', 'gdn', 'gdn_replay', 'gdn_layers', 'fast_gdn_on',
+           'fast_gdn_off', 'fast_gdn', 'best_ms', 'bench_layer', 'bench_replay', 'bench_block', 'bench_gradient',
+           'random_qwen35', 'bench_prefill', 'bench_forward', 'bench_gdn']
 
 # %% ../nbs/10_gdn.ipynb #0c2b2dfd
 import copy
@@ -19,8 +20,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import gated_delta as _mlx_lm
 
-# %% ../nbs/10_gdn.ipynb #7ffc0e80
+# %% ../nbs/10_gdn.ipynb #14f8a8b5
 def _float32(*arrays): return [x if x is None else x.astype(mx.float32) for x in arrays]
+
+def _silenced(mask, q, k, v, g, beta):
+    "The inputs with masked tokens made to do nothing, whatever they hold: no NaN of theirs gets into a product, or into a gradient."
+    m = mask[..., None]
+    quiet = lambda x: None if x is None else mx.where(m[..., None], x, 0)
+    return quiet(q), quiet(k), quiet(v), mx.where(m if g.ndim == 3 else m[..., None], g, 1), mx.where(m, beta, 0)
 
 def _zero_state(k, v, state):
     "The memory to begin with, (B, Hv, Dv, Dk) float32."
@@ -38,8 +45,11 @@ def _check(
     wanted = dict(q=(q, [k.shape]), g=(g, [(B, T, Hv), (B, T, Hv, Dk)]), beta=(beta, [(B, T, Hv)]), state=(state, [(B, Hv, Dv, Dk)]), mask=(mask, [(B, T)]))
     for name, (x, shapes) in wanted.items():
         if x is not None and tuple(x.shape) not in shapes: raise ValueError(f"{name} has shape {x.shape}: {' or '.join(map(str, shapes))} is needed")
+    for name, x in dict(q=q, k=k, v=v, g=g, beta=beta, state=state).items():
+        if x is not None and not mx.issubdtype(x.dtype, mx.floating): raise ValueError(f"{name} has dtype {x.dtype}: a floating one is needed")
+    if mask is not None and mx.issubdtype(mask.dtype, mx.inexact): raise ValueError(f"mask has dtype {mask.dtype}: bool is needed, True for a token that counts")
 
-# %% ../nbs/10_gdn.ipynb #5ac8f9da
+# %% ../nbs/10_gdn.ipynb #bb80f695
 def gdn_reference(
     q,          # (B, T, Hk, Dk) queries, normalised and scaled
     k,          # (B, T, Hk, Dk) keys of length one
@@ -52,6 +62,7 @@ def gdn_reference(
     "One token after the other: the specification. Raises ValueError for shapes that do not fit. (arXiv 2412.06464, equation 10)"
     _check(k, v, g, beta, state, q, mask)
     S, dtype, shared = _zero_state(k, v, state), q.dtype, v.shape[2] // k.shape[2]
+    if mask is not None: q, k, v, g, beta = _silenced(mask, q, k, v, g, beta)
     q, k, v, g, beta = _float32(mx.repeat(q, shared, 2), mx.repeat(k, shared, 2), v, g, beta)
     g, beta, answers = g[..., None, :] if g.ndim == 4 else g[..., None, None], beta[..., None], []
     for t in range(k.shape[1]):
@@ -82,7 +93,7 @@ def random_inputs(
     parts = [q, k, r.standard_normal((B, T, Hv, Dv)), g, r.uniform(0, 1, (B, T, Hv)), r.standard_normal((B, Hv, Dv, Dk))]
     return [mx.array(x.astype(np.float32)).astype(d) for x, d in zip(parts, [dtype] * 3 + [mx.float32] * 3)]
 
-# %% ../nbs/10_gdn.ipynb #bd8e1fc0
+# %% ../nbs/10_gdn.ipynb #308cb76c
 def _halves(x, axis=-3):
     "Blocks 0, 2, 4... and 1, 3, 5... along an axis: the upper and lower halves of the blocks of twice the size."
     x = mx.unflatten(x, axis, (-1, 2))
@@ -95,8 +106,8 @@ def _joined(upper, below, lower):
     return mx.concatenate([mx.concatenate([upper, zero], -1), mx.concatenate([below, lower], -1)], -2)
 
 def _flushed(x, tiny):
-    "Zero for what is smaller than `tiny`: numbers below 1e-38 are denormal, and a hundred times slower on a CPU."
-    return mx.where(mx.abs(x) < tiny, 0, x)
+    "Zero for what is smaller than `tiny`: numbers below 1e-38 are denormal, and a hundred times slower on a CPU. Gradients pass as if nothing had been cut."
+    return mx.where(mx.abs(x) < tiny, x - mx.stop_gradient(x), x)
 
 # %% ../nbs/10_gdn.ipynb #7ef98869
 def decay_products(
@@ -181,7 +192,7 @@ def _one_segment(q, k, v, g, beta, S, C):
     y = mx.stack(answers) + seen[1] @ mx.stack(writes)
     return y.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, Hv, Dv)[:, :T], S.reshape(shape)
 
-# %% ../nbs/10_gdn.ipynb #bd12488b
+# %% ../nbs/10_gdn.ipynb #e2b110a7
 SEGMENT = 2048                            # tokens whose chunks are prepared together
 CHUNK = dict(cpu=32, metal=64, cuda=64)   # tokens a chunk where nobody says
 
@@ -191,11 +202,14 @@ def gdn_backend(
     if mx.default_device() != mx.gpu: return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
-def _silenced(mask, q, k, v, g, beta):
-    "The inputs with masked tokens made to do nothing, whatever they hold."
-    m = mask[..., None]
-    quiet = lambda x: None if x is None else mx.where(m[..., None], x, 0)
-    return quiet(q), quiet(k), quiet(v), mx.where(m if g.ndim == 3 else m[..., None], g, 1), mx.where(m, beta, 0)
+def _finite(k, v, g, beta):
+    "(k, v, g, beta) in which tokens that hold NaN or infinity do nothing, and (B, T, Hv): 0 before the first of them, NaN from it on."
+    nothing = lambda x: mx.stop_gradient(x * 0)                                  # 0, or NaN
+    k_bad, v_bad = nothing(k).sum(-1), nothing(v).sum(-1)
+    gates = nothing(beta) + (nothing(g) if g.ndim == 3 else nothing(g).sum(-1))
+    clean = lambda x, bad, to: mx.where((bad if x.ndim == 3 else bad[..., None]) == 0, x, to)
+    spoilt = mx.cumsum(mx.repeat(k_bad, v.shape[2] // k.shape[2], 2) + v_bad + gates, axis=1)
+    return clean(k, k_bad, 0), clean(v, v_bad, 0), clean(g, gates, 1), clean(beta, gates, 0), spoilt
 
 def _chunked(q, k, v, g, beta, state, mask, chunk):
     if chunk is None: chunk = CHUNK[gdn_backend()]
@@ -206,11 +220,13 @@ def _chunked(q, k, v, g, beta, state, mask, chunk):
     dtype = None if q is None else q.dtype
     q, k, v, g, beta = _float32(q, k, v, g, beta)
     if mask is not None: q, k, v, g, beta = _silenced(mask, q, k, v, g, beta)
+    k, v, g, beta, spoilt = _finite(k, v, g, beta) if T > 1 else (k, v, g, beta, mx.zeros(beta.shape))
     C, step = min(chunk, 1 << (T - 1).bit_length()), max(SEGMENT, chunk)
     for t in range(0, T, step):
         y, S = _one_segment(*(x if x is None else x[:, t:t + step] for x in (q, k, v, g, beta)), S, C)
         answers.append(y)
-    return None if q is None else (answers[0] if len(answers) == 1 else mx.concatenate(answers, 1)).astype(dtype), S
+    S = S + spoilt[:, -1, :, None, None]
+    return None if q is None else ((answers[0] if len(answers) == 1 else mx.concatenate(answers, 1)) + spoilt[..., None]).astype(dtype), S
 
 def gdn_chunked(
     q, k, v, g, beta, # as in `gdn_reference`
@@ -221,11 +237,13 @@ def gdn_chunked(
     "The same in matrix products; gradients flow through. Raises ValueError for shapes that do not fit. (arXiv 2406.06484, section 3; 2412.06464, section 3.3)"
     return _chunked(q, k, v, g, beta, state, mask, chunk)
 
-# %% ../nbs/10_gdn.ipynb #9c501164
+# %% ../nbs/10_gdn.ipynb #e065479d
 def _steps(steps, B, T):
-    "An int, or (B,) int32 on the device. Raises ValueError for what lies outside of 0 to T; an mx.array is taken as it is, so as not to wait for it."
+    """An int, or (B,) int32 on the device. Raises ValueError for what lies outside of 0 to T; the numbers in an mx.array are not looked at, which would wait for
+    the device: there less than 0 counts as 0, and more than T as T."""
     if isinstance(steps, mx.array):
-        if steps.size == 1 or steps.shape == (B,): return mx.broadcast_to(steps.reshape(-1).astype(mx.int32), (B,))
+        if not mx.issubdtype(steps.dtype, mx.integer): raise ValueError(f"steps has dtype {steps.dtype}: integers are needed")
+        if steps.shape in ((), (B,)): return mx.broadcast_to(mx.clip(steps.astype(mx.int64), 0, T).astype(mx.int32), (B,))
         raise ValueError(f"steps has shape {steps.shape}: one number, or one for each of {B} rows, is needed")
     counts = np.asarray(steps)
     if counts.dtype.kind not in 'iu' or counts.shape not in ((), (B,)): raise ValueError(f"steps is {steps!r}: one int, or one for each of {B} rows, is needed")
@@ -238,13 +256,14 @@ def _first(steps, k, v, g, beta):
     if isinstance(steps, int): return *(x[:, :steps] for x in (k, v, g, beta)), None
     return k, v, g, beta, mx.arange(k.shape[1])[None] < steps[:, None]
 
-# %% ../nbs/10_gdn.ipynb #c6ce21d5
+# %% ../nbs/10_gdn.ipynb #db59e41c
 def replay_reference(
     k, v, g, beta, # as in `gdn_reference`
     state,         # (B, Hv, Dv, Dk) memory before the block
-    steps,         # tokens to take in: an int, or (B,) ints, 0 to T
+    steps,         # tokens to take in, 0 to T: an int, or one for each of B rows: list, numpy or mx.array
 ): # (B, Hv, Dv, Dk) float32
-    "The memory after the first `steps` tokens, one after the other. Raises ValueError for steps out of range."
+    """The memory after the first `steps` tokens, one after the other. Raises ValueError for steps that are no integers, too many or too few, or out of range; only
+    those in an mx.array are taken as the nearest that is possible, as looking at them would wait for the device."""
     _check(k, v, g, beta, state)
     k, v, g, beta, mask = _first(steps, k, v, g, beta)
     return gdn_reference(k, k, v, g, beta, state, mask)[1]
@@ -429,7 +448,17 @@ def _template(q, k, v, g, beta, masked, **more):
     (Hk, Dk), (Hv, Dv) = k.shape[2:], v.shape[2:]
     return list(dict(QT=q.dtype, KT=k.dtype, VT=v.dtype, GT=g.dtype, BT=beta.dtype, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, VEC=g.ndim == 4, MASKED=masked, **more).items())
 
-# %% ../nbs/10_gdn.ipynb #977dac32
+# %% ../nbs/10_gdn.ipynb #5e2d1f52
+class _Inside(threading.local): depth, plain = 0, False # in how many switched-on layers this thread is (below); whether nothing is to be differentiated
+_inside = _Inside()
+
+@contextmanager
+def without_gradients():
+    "Inside, the kernels are called without what lets gradients flow through them, on this thread."
+    before, _inside.plain = _inside.plain, True
+    try: yield
+    finally: _inside.plain = before
+
 _kernels, _INPUTS = {}, dict(step=["q", "k", "v", "g", "beta", "state", "mask"], replay=["k", "v", "g", "beta", "state", "steps"])
 
 def _kernel(backend, kind):
@@ -453,7 +482,8 @@ def launch(
     return dict(grid=(threads * -(-Dv // rows) * B * Hv, 1, 1), threadgroup=(threads, 1, 1)), dict(WARPS=CUDA_WARPS, TILE=tile)
 
 def _with_gradients_of(form, kernel, *arrays):
-    "What `kernel` makes of the arrays; on the way back, the gradients that `form` has."
+    "What `kernel` makes of the arrays; on the way back, the gradients that `form` has. That costs as much as the kernel, so where nothing is to be differentiated it is left out."
+    if _inside.plain: return kernel(*arrays)
     f = mx.custom_function(kernel)
     @f.vjp
     def backwards(primals, cotangents, outputs): return mx.vjp(form, list(primals), cotangents if isinstance(cotangents, (list, tuple)) else [cotangents])[1]
@@ -462,13 +492,12 @@ def _with_gradients_of(form, kernel, *arrays):
 def _step_kernel(backend, q, k, v, g, beta, state, mask):
     _need(backend, f"gdn_{backend}", k.shape[3])
     _check(k, v, g, beta, state, q, mask)
-    S = _zero_state(k, v, state)
+    S, mask = _zero_state(k, v, state), None if mask is None else mask.astype(mx.bool_)   # its type is not among the template values
     if 0 in v.shape: return mx.zeros(v.shape, q.dtype), S
     size, more = launch(backend, k, v, g, "step")
     template = _template(q, k, v, g, beta, mask is not None, **more)
     def kernel(*x):                                                          # without a mask the pointer to it is never followed
         return tuple(_kernel(backend, "step")(inputs=[*x, x[4] if mask is None else mask], template=template, output_shapes=[v.shape, S.shape], output_dtypes=[q.dtype, mx.float32], **size))
-    if _inside.plain: return kernel(q, k, v, g, beta, S)                     # a switched-on layer that is not in training: nothing to differentiate
     return tuple(_with_gradients_of(lambda *x: gdn_chunked(*x, mask), kernel, q, k, v, g, beta, S))
 
 def _replay_kernel(backend, k, v, g, beta, state, steps):
@@ -523,7 +552,7 @@ def pick_gdn(
     if where != "cpu" and not kernel_fits(Dk): where += " without kernels"
     return next(how for most, how in GDN_TABLE[where] if most is None or T <= most)
 
-# %% ../nbs/10_gdn.ipynb #26b87017
+# %% ../nbs/10_gdn.ipynb #ba40f520
 _FORMS = dict(reference=(gdn_reference, replay_reference), chunked=(gdn_chunked, replay_chunked), metal=(gdn_metal, replay_metal), cuda=(gdn_cuda, replay_cuda))
 
 def _form(how, T, Dk, which):
@@ -537,19 +566,19 @@ def gdn(
     mask=None,        # (B, T) bool; None: all True
     how=None,         # "reference", "chunked", "metal" or "cuda"; None: as GDN_TABLE says
 ): # (y (B, T, Hv, Dv) in q's dtype, state float32)
-    "The gated delta rule, by the form that suits the device and the length; gradients flow through all of them. Raises ValueError for an unknown `how`."
+    """The gated delta rule, by the form that suits the device and the length; gradients flow through all of them, and `mx.compile` takes it for fixed shapes (with
+    `shapeless=True` MLX raises ValueError). Raises ValueError for an unknown `how` or shapes that do not fit."""
     return _form(how, *k.shape[1::2], 0)(q, k, v, g, beta, state, mask)
 
 def gdn_replay(
     k, v, g, beta, state, steps, # as in `replay_reference`
     how=None,                    # as in `gdn`
 ): # (B, Hv, Dv, Dk) float32
-    "The memory after the first `steps` tokens, by the form that suits the device."
+    "The memory after the first `steps` tokens, by the form that suits the device. Raises ValueError as `replay_reference`, and for an unknown `how`."
     return _form(how, *k.shape[1::2], 1)(k, v, g, beta, state, steps)
 
-# %% ../nbs/10_gdn.ipynb #36fd78b0
-class _Inside(threading.local): depth, plain = 0, False # in how many switched-on layers this thread is; whether the innermost is in inference
-_inside, _lock, _uses, _everywhere, _fast_classes = _Inside(), threading.RLock(), [0], [0], {}
+# %% ../nbs/10_gdn.ipynb #67674e2d
+_lock, _uses, _everywhere, _fast_classes = threading.RLock(), [0], [0], {}
 _NAME, _CALLED, _COUNT = "gated_delta_ops", "gated_delta_update", "_fast_gdn_count"
 _ours = [None, None] # the function we put into mlx-lm, and what was there before
 
@@ -707,7 +736,38 @@ def bench_replay(
     row = {"python loop": best_ms(lambda: [replay_reference(*a, steps) for a in x], min(repeats, 3))}
     return row | {how: best_ms(lambda: f(*stacked, steps), repeats) for how, (_, f) in _forms_here().items()}
 
-# %% ../nbs/10_gdn.ipynb #ebafac5c
+# %% ../nbs/10_gdn.ipynb #ecd2da2d
+def bench_block(
+    T=16,              # tokens of a block
+    layers=18,         # in a row, each on the answers of the one before
+    heads=16, dim=128, # of each layer
+    dtype=mx.bfloat16, # of q, k and v
+    repeats=9,
+): # dict: form -> ms for all layers
+    "A block through a row of layers, one after the other; the kernel with what lets gradients flow, and without, as a switched-on layer in inference calls it."
+    q, k, v, g, beta, state = random_inputs(1, T, heads, heads, dim, dim, dtype=dtype)
+    mx.eval(q, k, v, g, beta, state)
+    def row(f):
+        y, states = v, []
+        for _ in range(layers):
+            y, S = f(q, k, y, g, beta, state)
+            states.append(S)
+        return y, states
+    times = {"mlx-lm": best_ms(lambda: row(_mlx_lm.gated_delta_ops), repeats)} | {how: best_ms(lambda: row(f), repeats) for how, (f, _) in _forms_here().items()}
+    if gdn_backend() == "cpu": return times
+    with without_gradients(): return times | {"without gradients": best_ms(lambda: row(gdn), repeats)}
+
+def bench_gradient(
+    T=512,             # tokens
+    heads=16, dim=128, # of the layer
+    repeats=2,
+): # dict: form -> ms
+    "A layer and the gradients of all its inputs, in float32."
+    x = random_inputs(1, T, heads, heads, dim, dim)[:5]
+    def gradients(f): return mx.grad(lambda *x: (f(*x)[0] ** 2).sum(), argnums=range(5))(*x)
+    return {name: best_ms(lambda: gradients(f), repeats) for name, f in (("mlx-lm", _mlx_lm.gated_delta_ops), ("chunked", gdn_chunked))}
+
+# %% ../nbs/10_gdn.ipynb #fc88fc2e
 def random_qwen35(
     hidden_size=1024, num_hidden_layers=24, vocab_size=32000, dtype=mx.bfloat16, # of Qwen3.5-0.8B, but for the vocabulary
     **more,                                                                      # other fields of the text configuration
@@ -740,18 +800,40 @@ def bench_prefill(
     row = {"mlx-lm": best_ms(prefill, min(repeats, 1))}
     with fast_gdn(model): return row | {"fast_gdn": best_ms(prefill, repeats)}
 
-# %% ../nbs/10_gdn.ipynb #15d33d2d
+def bench_forward(
+    model,     # an mlx-lm hybrid model
+    T=16,      # tokens at once: a block, or 1 for plain decoding
+    before=64, # tokens in the cache
+    repeats=9,
+): # dict: "mlx-lm" and "fast_gdn" -> ms
+    "A few tokens through a whole model after others, the same each time, as installed and with `fast_gdn`."
+    tokens, cache = mx.random.randint(0, 1000, (1, before + T), key=mx.random.key(0)), model.make_cache()
+    with fast_gdn(model): model(tokens[:, :before], cache=cache)
+    mx.eval([c.state for c in cache])
+    def forward():
+        copies = [copy.copy(c) for c in cache]
+        for c in copies:
+            if hasattr(c, "cache"): c.cache = list(c.cache)
+        return model(tokens[:, before:], cache=copies), [c.state for c in copies]
+    row = {"mlx-lm": best_ms(forward, repeats)}
+    with fast_gdn(model): return row | {"fast_gdn": best_ms(forward, repeats)}
+
+# %% ../nbs/10_gdn.ipynb #a6c662c3
 def bench_gdn(
     quick=True,     # small sizes that a laptop's CPU does in seconds; else those of the tables below
     tokens=4096,    # of the prompt, if not quick
     progress=print, # called with each result
 ): # dict: name -> dict of ms
-    "All four measurements in one run."
+    "All measurements in one run."
     small = dict(hidden_size=128, num_hidden_layers=4, intermediate_size=256, linear_num_key_heads=2, linear_num_value_heads=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64, dtype=mx.float32)
     jobs = {"layer": lambda: bench_layer(64 if quick else 1024, 2 if quick else 16),
             "block": lambda: bench_layer(16, 2 if quick else 16),
+            "row": lambda: bench_block(layers=2 if quick else 18, heads=2 if quick else 16, dim=32 if quick else 128, repeats=2),
+            "gradient": lambda: bench_gradient(32 if quick else 512, 2 if quick else 16, 32 if quick else 128, 1),
             "replay": lambda: bench_replay(2 if quick else 48, heads=2 if quick else 48, repeats=2),
-            "prefill": lambda: bench_prefill(random_qwen35(**small if quick else dict(dtype=mx.float32 if gdn_backend() == "cpu" else mx.bfloat16)), 64 if quick else tokens)}
+            "prefill": lambda: bench_prefill(model(), 64 if quick else tokens),
+            "forward": lambda: bench_forward(model(), repeats=2)}
+    def model(): return random_qwen35(**small if quick else dict(dtype=mx.float32 if gdn_backend() == "cpu" else mx.bfloat16))
     rows = {}
     for name, job in jobs.items():
         rows[name] = job()

@@ -8,9 +8,9 @@ __all__ = ['STACK', 'cache_leaves', 'take_snapshot', 'put_back', 'rollback_by_re
            'batch_cache', 'LayerRecord', 'rollback_linear_caches', 'layer_view', 'Records', 'Recording', 'rollback',
            'bench_rollback']
 
-# %% ../nbs/11_rollback.ipynb #a68a19a4
+# %% ../nbs/11_rollback.ipynb #b6415dc1
 import copy, inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import gated_delta as _gated_delta, ssm as _ssm
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache, dynamic_roll, make_prompt_cache
 
-from .gdn import _inside, best_ms, gdn_backend, gdn_replay, kernel_fits, replay_cuda, replay_metal
+from .gdn import _inside, _silenced, best_ms, gdn_backend, gdn_replay, kernel_fits, replay_cuda, replay_metal, without_gradients
 from .layers import _clone, text_model
 
 # %% ../nbs/11_rollback.ipynb #eeed9940
@@ -101,14 +101,14 @@ def _advance_gated_delta_states_python(
         S = S + k * (beta[:, t, :, None] * (values[:, t] - (S * k).sum(-1)))[..., None]
     return S.astype(initial_state.dtype)
 
-# %% ../nbs/11_rollback.ipynb #f74ae223
+# %% ../nbs/11_rollback.ipynb #014eeafd
 def advance_gated_delta_states(
     initial_state,             # (B, Hv, Dv, Dk)
     keys, values, g, beta,     # as in `_advance_gated_delta_states_python`
-    steps=None,                # tokens to take in: an int, or (B,) ints; None: all
+    steps=None,                # tokens to take in, as in `gdn_replay`; None: all
     how=None,                  # a form of `gdn_replay`; None: the one that suits the device
 ):                             # state after `steps` tokens, in the dtype of `initial_state`
-    "Bring a GatedDeltaNet state forward by some tokens (seed entry 5). Raises ValueError for steps out of range."
+    "Bring a GatedDeltaNet state forward by some tokens (seed entry 5). Raises ValueError for steps out of range, as `gdn_replay`."
     if keys.shape[1] == 0: return initial_state
     return gdn_replay(keys, values, g, beta, initial_state, keys.shape[1] if steps is None else steps, how=how).astype(initial_state.dtype)
 
@@ -142,7 +142,7 @@ def advance_mamba2_states(
     Bs = mx.repeat(Bs.astype(mx.float32), x.shape[2] // Bs.shape[2], axis=2)                  # (B, L, H, N)
     return weighted.transpose(0, 2, 3, 1) @ Bs.transpose(0, 2, 1, 3) + mx.exp(total[:, -1])[..., None, None] * state
 
-# %% ../nbs/11_rollback.ipynb #6c1fee50
+# %% ../nbs/11_rollback.ipynb #104d586d
 _TRIMS = dict(BatchKVCache='_idx', BatchRotatingKVCache='_offset')          # where a leaf counts its tokens, if not in `offset`
 
 def _position(leaf): return getattr(leaf, next((a for c, a in _TRIMS.items() if c in [k.__name__ for k in type(leaf).__mro__]), 'offset'), None)
@@ -164,14 +164,17 @@ class KVRecord:
     around: dict|None = None    # the wrapper's attributes before the block
 
     @classmethod
-    def of(cls, place, leaf, wrapper=None):
-        light = hasattr(leaf, 'keys') and leaf.keys is not None and not _rotates(leaf)
+    def of(cls, place, leaf, wrapper=None, L=0):
+        moves = _rotates(leaf) or isinstance(leaf, ConcatenateKVCache) or (isinstance(leaf, ChunkedKVCache) and leaf.offset - leaf.start_position + L > leaf.chunk_size)
+        light = hasattr(leaf, 'keys') and leaf.keys is not None and not moves   # its rows stay where they are until a new one is written over them
         before = _held({k: v for k, v in vars(leaf).items() if not (light and k in ('keys', 'values'))})
         return cls(place, leaf, before, _position(wrapper or leaf), wrapper=wrapper, around=wrapper and _held(_own(wrapper)))
 
     def position(self): return _position(self.wrapper or self.leaf)
     def finish(self, B, L):
         self.at, self.L, self.count = self.position(), L, np.full(B, L)
+        keys = getattr(self.leaf, 'keys', None)
+        self.batch = B if keys is None else (keys[0] if isinstance(keys, (list, tuple)) else keys).shape[0]
         self.fed = None if self.start is None else self.at - self.start
 
     def undo(self):
@@ -179,7 +182,7 @@ class KVRecord:
         if self.wrapper is not None: vars(self.wrapper).update(_held(self.around))
     def release(self): self.before = self.rows = self.around = None
 
-# %% ../nbs/11_rollback.ipynb #cbcabc34
+# %% ../nbs/11_rollback.ipynb #48903c03
 def _name(r): return f"{type(r.leaf).__name__} in slot {'.'.join(map(str, r.place))}"
 
 def _kv_refusal(
@@ -192,6 +195,7 @@ def _kv_refusal(
     if r.fed == 0: return None
     if (counts > r.count).any(): return f"{_name(r)} was already cut to {r.count.tolist()} tokens of the block: {counts.tolist()} would be more"
     if r.fed != L: return f"{_name(r)} took in {r.fed} tokens during the block of {L}: something else was fed to it"
+    if r.batch != len(counts): return f"{_name(r)} has {r.batch} rows, and the block was said to have {len(counts)}"
     if r.position() != r.at: return f"{_name(r)} was fed or trimmed since: it counts {r.position()} tokens, after the block {r.at}"
     if getattr(leaf, '_right_padding', None) is not None or getattr(leaf, '_lengths', None) is not None: return f"{_name(r)} is in the middle of a padded prompt: call its finalize() first"
     if isinstance(leaf, (BatchKVCache, BatchRotatingKVCache)): return None
@@ -249,7 +253,7 @@ def batch_cache(
         raise ValueError(f"mlx-lm has no batch form of {type(c).__name__}")
     return [convert(c) for c in make_prompt_cache(model)]
 
-# %% ../nbs/11_rollback.ipynb #e1099c90
+# %% ../nbs/11_rollback.ipynb #a7d7f6bf
 @dataclass(eq=False)
 class LayerRecord:
     "How to take tokens back from an `ArraysCache`: states before the block, and the tokens' share in the states after it."
@@ -267,9 +271,11 @@ class LayerRecord:
     calls: list = field(default_factory=list) # [(module, args, kwargs)] that were given this leaf
     L: int = 0              # tokens of the block
     count: object = None    # (B,) tokens of the block in it
+    fed: tuple = None       # (B, L) of what the layer's module was given; None: not known
+    objects: list = None    # the very arrays it held before the block: an older record knows them by identity
 
     @classmethod
-    def of(cls, place, leaf): return cls(place, leaf, _held(leaf.cache), *_held([leaf.left_padding, leaf.lengths]), after=list(leaf.cache))
+    def of(cls, place, leaf): return cls(place, leaf, _held(leaf.cache), *_held([leaf.left_padding, leaf.lengths]), after=list(leaf.cache), objects=list(leaf.cache))
     @property
     def initial_conv_state(self): return self.before[min(self.convs)]
     @property
@@ -280,10 +286,18 @@ class LayerRecord:
     def repeat_factor(self): return self.inner['v'].shape[2] // self.inner['k'].shape[2]
     def __getitem__(self, name): return self.inner[name] if name in self.inner else getattr(self, name)
 
-    def undo(self): self.leaf.cache, self.leaf.left_padding, self.leaf.lengths = _held([self.before, self.left_padding, self.lengths])
-    def release(self): self.before = self.after = self.left_padding = self.lengths = None; self.convs, self.inner, self.calls = {}, {}, []
+    def undo(self):
+        self.leaf.cache, self.leaf.left_padding, self.leaf.lengths = _held([self.before, self.left_padding, self.lengths])
+        if self.objects is not None: self.leaf.cache = [_pointed(a, held) for a, held in zip(self.objects, self.leaf.cache)]
+    def release(self): self.before = self.after = self.left_padding = self.lengths = self.objects = None; self.convs, self.inner, self.calls = {}, {}, []
 
-# %% ../nbs/11_rollback.ipynb #2b8dd82b
+def _pointed(a, held):
+    "The object `a`, with the values it had when `held` was made: nothing is copied."
+    if a is None or held is None: return held
+    a[...] = held
+    return a
+
+# %% ../nbs/11_rollback.ipynb #b903b4eb
 def _explain(
     r,              # LayerRecord
     B, L,           # rows, tokens of the block
@@ -292,6 +306,8 @@ def _explain(
     "Decide how the record can be replayed."
     held, new = r.after, list(r.leaf.cache)
     r.after, r.L, r.count = new, L, np.full(B, L)
+    given = [next((a.shape[:2] for a in (*args, *kwargs.values()) if isinstance(a, mx.array) and a.ndim > 2), None) for _, args, kwargs in r.calls]   # hidden states come first
+    r.fed = next((shape for shape in given if shape not in (None, (B, L))), (B, L))
     if all(a is b for a, b in zip(held, new)): r.kind = 'untouched'; return
     kind, inner, state = updates[0] if len(updates) == 1 else ('conv' if not updates else None, {}, None)
     entry = next((i for i, a in enumerate(new) if a is state), None) if updates else None
@@ -303,19 +319,18 @@ def _explain(
 
 def _linear_refusal(r, counts):
     if r.kind == 'untouched': return None
+    if r.fed not in (None, (len(r.count), r.L)): return f"{_name(r)} was given a block of shape {r.fed}, and {(len(r.count), r.L)} was said"
     if r.kind is None: return f"{_name(r)}: no module was seen to fill it, so nothing is known to replay"
     if (counts > r.count).any(): return f"{_name(r)} was already cut to {r.count.tolist()} tokens of the block: {counts.tolist()} would be more"
     if len(r.after) != len(r.leaf.cache) or not all(a is b for a, b in zip(r.after, r.leaf.cache)): return f"{_name(r)} has changed since the block"
 
-# %% ../nbs/11_rollback.ipynb #322c026a
+# %% ../nbs/11_rollback.ipynb #bd917f25
 STACK = dict(cpu=False, metal=True, cuda=True)                              # put layers of one shape into one call? On a CPU the copies cost more than the calls
 
 def _gdn_parts(r, counts):
     n = int(counts.max())
     k, v, g, beta = (r.inner[x][:, :n] for x in ('k', 'v', 'g', 'beta'))
-    if r.inner.get('mask') is not None:
-        live = r.inner['mask'][:, :n, None]
-        g, beta = mx.where(live if g.ndim == 3 else live[..., None], g, 1), mx.where(live, beta, 0)
+    if r.inner.get('mask') is not None: _, k, v, g, beta = _silenced(r.inner['mask'][:, :n], None, k, v, g, beta)
     S = r.before[r.entry]
     if S is None: S = mx.zeros((k.shape[0], *v.shape[2:], k.shape[3]), mx.float32)
     return S, k, v, g, beta
@@ -325,10 +340,10 @@ def _mamba2_parts(r, counts):
     live = mx.arange(n)[None] < mx.array(counts.astype(np.int32))[:, None]
     if r.lengths is not None: live = live & (mx.arange(n)[None] < r.lengths[:, None])
     if x['mask'] is not None: live = live & x['mask'][:, :n]
-    dt = mx.where(live[..., None], x['dt'][:, :n], 0)
+    dt, written, Bs = (mx.where(live.reshape(*live.shape, *[1] * (a.ndim - 2)), a[:, :n], 0) for a in (x['dt'], x['x'], x['Bs']))
     S = r.before[r.entry]
     if S is None: S = mx.zeros((x['x'].shape[0], *x['x'].shape[2:], x['Bs'].shape[3]), mx.float32)
-    return S, x['x'][:, :n], x['Bs'][:, :n], dt, mx.broadcast_to(x['A_log'], (x['x'].shape[0], x['A_log'].size))
+    return S, written, Bs, dt, mx.broadcast_to(x['A_log'], (x['x'].shape[0], x['A_log'].size))
 
 def _replay_states(
     records, # [LayerRecord] of kind 'gdn' or 'mamba2'
@@ -343,7 +358,7 @@ def _replay_states(
     for (kind, *_), members in groups.items():
         parts = [a[0] if len(a) == 1 else mx.concatenate(a) for a in zip(*(p for _, p in members))]
         steps = int(counts[0]) if len(set(counts.tolist())) == 1 else mx.array(np.tile(counts, len(members)).astype(np.int32))
-        S = advance_gated_delta_states(*parts, steps=steps, how=how) if kind == 'gdn' else advance_mamba2_states(*parts)
+        with without_gradients(): S = advance_gated_delta_states(*parts, steps=steps, how=how) if kind == 'gdn' else advance_mamba2_states(*parts)
         for (i, _), s in zip(members, mx.split(S, len(members)) if len(members) > 1 else [S]): out[i] = s
     return out
 
@@ -404,11 +419,13 @@ def _cut_linear(
         r.leaf.cache, r.leaf.left_padding, r.leaf.lengths = new, padding, lengths
         r.after, r.count = list(new), counts
 
-# %% ../nbs/11_rollback.ipynb #3a5d1a29
+# %% ../nbs/11_rollback.ipynb #d564576b
 _SEED_FIELDS = ('initial_conv_state', 'initial_ssm_state', 'qkv', 'k', 'v', 'g', 'beta')
 
 def _from_seed(i, leaf, d):
     if missing := [n for n in _SEED_FIELDS if n not in d]: raise ValueError(f"the record of layer {i} has no {', '.join(missing)}")
+    if not isinstance(leaf, ArraysCache): raise ValueError(f"there is a record of layer {i}, and {'no entry' if leaf is None else type(leaf).__name__} in the cache there: an ArraysCache is needed")
+    if wrong := [n for n in _SEED_FIELDS[3:] if d[n].shape[:2] != d['qkv'].shape[:2]]: raise ValueError(f"the record of layer {i}: {wrong[0]} has shape {d[wrong[0]].shape}, it must begin with {d['qkv'].shape[:2]} as qkv does")
     r = LayerRecord((i,), leaf, [d['initial_conv_state'], d['initial_ssm_state']], d.get('left_padding'), d.get('lengths'), list(leaf.cache), i, {}, 1, 'gdn')
     before = leaf.cache[0][:, :0] if d['initial_conv_state'] is None else d['initial_conv_state']
     if d['initial_conv_state'] is None: before = mx.zeros_like(leaf.cache[0])
@@ -423,8 +440,11 @@ def rollback_linear_caches(
     how=None,        # a form of `gdn_replay`; None: the one that suits the device
 ):
     "Cut the recurrent layers back, in place; caches of keys and values are left alone (seed entry 38). Raises ValueError before anything changes."
-    linear = [r if isinstance(r, LayerRecord) else _from_seed(i, cache[i], r) for i, r in records.items()]
+    linear = [r if isinstance(r, LayerRecord) else _from_seed(i, cache[i] if 0 <= i < len(cache) else None, r) for i, r in records.items()]
     if not linear: return
+    here = {id(leaf) for _, leaf in cache_leaves(cache)}
+    if other := [i for i, r in zip(records, linear) if id(r.leaf) not in here]: raise ValueError(f"cannot roll back: the record of layer {other[0]} is of another cache")
+    if len(shapes := {(len(r.count), r.L) for r in linear}) > 1: raise ValueError(f"cannot roll back: the records are of blocks of different shapes, {sorted(shapes)}")
     counts = _counts(accepted_inputs, len(linear[0].count), linear[0].L)
     if why := next((w for r in linear if (w := _linear_refusal(r, counts))), None): raise ValueError(f"cannot roll back: {why}")
     _cut_linear(linear, counts, how)
@@ -463,7 +483,7 @@ class _Taps:
         try: return run(*args, **kwargs)
         finally: self.now = outer
 
-# %% ../nbs/11_rollback.ipynb #99479e9f
+# %% ../nbs/11_rollback.ipynb #65e942d1
 def _mixer_class(
     cls,  # class of a module that is given a cache
     taps, # _Taps
@@ -478,9 +498,10 @@ def _mixer_class(
             methods[name].__kwdefaults__ = f.__kwdefaults__
     tapped, switched_on = type(own.__name__, (own,), methods), cls is not own
     def __call__(self, *args, **kwargs):
-        _inside.depth += switched_on
+        depth, plain = _inside.depth, _inside.plain
+        if switched_on: _inside.depth, _inside.plain = depth + 1, not self.training
         try: return taps.call(self._original, self._layer, lambda *a, **k: tapped.__call__(self, *a, **k), args, kwargs)
-        finally: _inside.depth -= switched_on
+        finally: _inside.depth, _inside.plain = depth, plain
     return type(cls.__name__, (tapped,), dict(__call__=__call__, __module__=cls.__module__, __qualname__=cls.__qualname__))
 
 def _conv_class(cls, taps):
@@ -536,14 +557,14 @@ def _recording_layer(layer, i, taps, classes):
         for name, value in dict(_original=layer[k], _layer=i, __class__=_recording_class(_mixer_class, layer[k], taps, classes)).items(): object.__setattr__(new[k], name, value)
     return new
 
-# %% ../nbs/11_rollback.ipynb #9d412e36
+# %% ../nbs/11_rollback.ipynb #88c55f62
 class Records(dict):
     "All that is needed to cut a block back: {layer index: LayerRecord} of the recurrent layers, and `.leaves`, a record for every leaf of the cache."
     def __init__(self, cache, shape):
         super().__init__()
         self.cache, self.shape, self.released = cache, tuple(shape), False
         around = _wrappers(cache)
-        self.leaves = [LayerRecord.of(place, leaf) if isinstance(leaf, ArraysCache) else KVRecord.of(place, leaf, around.get(id(leaf))) for place, leaf in cache_leaves(cache)]
+        self.leaves = [LayerRecord.of(place, leaf) if isinstance(leaf, ArraysCache) else KVRecord.of(place, leaf, around.get(id(leaf)), shape[1]) for place, leaf in cache_leaves(cache)]
 
     def refusal(self,
         cache,    # the cache list that the block was run on
@@ -611,7 +632,7 @@ def rollback(
         raise
     if not keep: records.release()
 
-# %% ../nbs/11_rollback.ipynb #f7de2430
+# %% ../nbs/11_rollback.ipynb #25e562b5
 def bench_rollback(
     layers=48, T=16,    # stack, tokens of the block
     heads=48, dim=128,  # of each layer: heads of dim x dim
@@ -631,9 +652,11 @@ def bench_rollback(
         caches.append(ArraysCache(2)); caches[i].cache = [conv, S]
         records[i] = dict(initial_conv_state=conv, initial_ssm_state=S, qkv=qkv, k=k, v=v, g=g, beta=beta)
         loops.append((S, *(a[:, :n] for a in (k, v, g, beta))))
+    records = {i: _from_seed(i, caches[i], r) for i, r in records.items()}
+    mx.eval([list(r.convs.values()) for r in records.values()])
     def calls(stacked):
         here, STACK[gdn_backend()] = STACK[gdn_backend()], stacked
-        try: rollback_linear_caches(caches, records, n)
+        try: rollback_linear_caches(caches, {i: replace(r, after=list(r.leaf.cache)) for i, r in records.items()}, n)
         finally: STACK[gdn_backend()] = here
         return [c.cache for c in caches]
     row = {'python loop': best_ms(lambda: [_advance_gated_delta_states_python(*a) for a in loops], 1)} if rival else {}
