@@ -380,9 +380,9 @@ def test_generate_is_the_models_own_text(nano, capsys, monkeypatch):
     monkeypatch.setattr(cli, "open_model", lambda name: (model, tokenizer))
     prompt = "def add(a, b):"
     want = "".join(r.text for r in stream_generate(model, tokenizer, prompt, max_tokens=16))
-    for more in ((), ("--draft", draft), ("--draft", draft, "--block-size", "3")):
+    for more in (("--draft", "none"), ("--draft", draft), ("--draft", draft, "--block-size", "3")):
         code, out, err = call("generate", "--model", "nano-hybrid", "--raw", "--prompt", prompt, "--max-tokens", "16", *more, capsys=capsys)
-        assert (code, err) == (0, "") and out.startswith(want + "\n\n16 tokens, ") and ("rounds" in out) == bool(more)
+        assert (code, err) == (0, "") and out.startswith(want + "\n\n16 tokens, ") and ("rounds" in out) == (more[1] != "none")
         code, out, err = call("generate", "--model", "nano-hybrid", "--raw", "--prompt", "-", "--max-tokens", "16", "--json", *more, stdin=prompt.encode(), capsys=capsys, monkeypatch=monkeypatch)
         report = json.loads(out)
         assert (code, err, out.count("\n")) == (0, "", 1) and report["answer"] == want and report["generation_tokens"] == 16
@@ -405,3 +405,101 @@ def test_generate_uses_the_chat_template_and_minds_the_context(real, capsys, mon
     assert lengths[0] > lengths[1] == 1
     code, out, err = call("generate", "--model", "M", "--prompt", "word " * 9000, capsys=capsys)
     assert (code, out) == (2, "") and "the model's context is 8,192" in err
+
+
+def test_generate_takes_the_shipped_draft_of_its_model(nano, capsys, monkeypatch, tmp_path):
+    import shutil
+    from vllm_mlx import dflash
+    monkeypatch.setattr(cli, "open_model", lambda name: nano[0])
+    monkeypatch.setattr(dflash, "_DATA", tmp_path)
+    words = ("generate", "--model", "nano-hybrid", "--raw", "--prompt", "def add(a, b):", "--max-tokens", "8", "--json")
+    without = json.loads(call(*words, capsys=capsys)[1])
+    assert without["draft"] is None and without["rounds"] == 0                     # not in this installation
+    code, out, err = call(*words, "--draft", "nano-hybrid-dflash", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "this installation lacks config.json of the draft 'nano-hybrid-dflash'" in err
+    shutil.copytree(nano[1], tmp_path/"nano-hybrid-dflash")
+    for more, name in (((), "nano-hybrid-dflash"), (("--draft", "none"), None), (("--draft", "nano-hybrid-dflash"), "nano-hybrid-dflash"), (("--draft", nano[1]), nano[1])):
+        report = json.loads(call(*words, *more, "--block-size", "3", capsys=capsys)[1])
+        assert report["draft"] == name and (report["rounds"] > 0) == (name is not None) and report["answer"] == without["answer"]
+
+
+# --- train ---
+
+def train_words(tmp_path, *more):
+    (tmp_path/"p.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"def f{i}(x, y):\n    return")) for i in range(20)))
+    (tmp_path/"train.yaml").write_text(f"target: nano-hybrid\nprompts: {tmp_path/'p.jsonl'}\noutput: {tmp_path/'mine'}\nmax-tokens: 20\nblock_size: 4\nlayers: 1\nlr: 2e-3\nbatch: 2\nanchors: 6\nevery: 3\ngenerate_batch: 10\n")
+    return "train", "--config", str(tmp_path/"train.yaml"), *more
+
+
+def test_train_makes_a_draft_that_drives_the_loop(tmp_path, capsys):
+    code, out, err = call(*train_words(tmp_path, "--steps", "6"), capsys=capsys)
+    assert code == 0, err
+    assert "step      6 of 6" in out and str(tmp_path/"mine") in out and "batch" not in out
+    code, out, err = call("generate", "--model", "nano-hybrid", "--draft", str(tmp_path/"mine"), "--raw", "--prompt", "def add(a, b):", "--max-tokens", "12", "--block-size", "4", "--json", capsys=capsys)
+    report = json.loads(out)
+    assert (code, report["generation_tokens"]) == (0, 12) and report["rounds"] > 0 and set(report["block_sizes"]) <= {2, 3, 4}
+
+
+@pytest.mark.parametrize("more, phrase", [
+    (("--steps", "few"), "invalid int value: 'few'"),
+    (("--learn", "1"), "unrecognized arguments: --learn 1"),
+    (("--config", "missing.yaml"), "missing.yaml does not exist"),
+    (("--steps", "0"), "steps is 0: at least 1"),
+    (("--temperature", "warm"), "temperature is 'warm'"),
+    (("--block-size", "64"), "max_tokens is 20: more than block_size, 64"),
+    (("--block-size", "1"), "block_size"),
+    (("--batch", "3", "--accumulate", "2"), "batch is 3: a multiple of 1 machines times 2 parts"),
+    (("--prompts", "./nowhere.jsonl"), "nowhere.jsonl does not exist"),
+    (("--target", "./nowhere"), "cannot load './nowhere'"),
+    (("--layer-ids", "1,99"), "99"),
+    (("--layer-ids", "first"), "layer_ids is 'first'"),
+    (("--lr", "nan"), "lr is nan"),
+])
+def test_train_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, more, phrase):
+    code, out, err = call(*train_words(tmp_path, *more), capsys=capsys)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and phrase in err, err
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["p.jsonl", "train.yaml"]
+
+
+@pytest.mark.parametrize("line, phrase", [('{"prompt": }', "line 21 of p.jsonl is no JSON"), ('{"question": "a"}', "line 21 of p.jsonl has no prompt"), ("7", "line 21 of p.jsonl holds a int")])
+def test_train_names_the_bad_line_before_it_loads_a_model(tmp_path, capsys, monkeypatch, line, phrase):
+    from vllm_mlx import train_command
+    monkeypatch.setattr(train_command, "load", lambda name: pytest.fail("a model was loaded before the bad line was found"))
+    words = train_words(tmp_path)
+    with open(tmp_path/"p.jsonl", "a") as f: f.write("\n" + line)
+    code, out, err = call(*words, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and phrase in err
+
+
+def test_train_refuses_what_was_made_for_another_training(tmp_path, capsys):
+    "Other layers, another tokenizer, another learning rate: each is said, and the folder stays as it is."
+    words = train_words(tmp_path, "--steps", "3")
+    assert call(*words, capsys=capsys)[0] == 0
+    state = lambda: {f: (f.stat().st_mtime_ns, f.stat().st_size) for f in tmp_path.rglob("*") if f.is_file()}
+    index = tmp_path/"mine-data"/"train"/"index.json"
+    before, good = state(), index.read_text()
+    for more, phrase in ((("--layer-ids", "2,3"), "was made with layer_ids"), (("--lr", "1e-5"), "is of a training with lr 0.002, now it is 1e-05"), (("--max-tokens", "21"), "was made with max_tokens 20, now it is 21")):
+        code, out, err = call(*words, *more, capsys=capsys)
+        assert code == 2 and err.strip().splitlines()[-1].startswith("vllm_mlx:") and phrase in err, err
+        assert state() == before
+    index.write_text(good.replace(json.loads(good)["settings"]["tokenizer"], "0" * 16))
+    code, out, err = call(*words, capsys=capsys)
+    assert code == 2 and "was made with tokenizer '0000000000000000'" in err
+
+
+def test_train_goes_on_after_ctrl_c(tmp_path):
+    "SIGINT to the real process while it trains; the same command then ends in the draft of an undisturbed run."
+    words = train_words(tmp_path, "--steps", "30")
+    process = subprocess.Popen([str(COMMAND), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step      6"): process.send_signal(signal.SIGINT); break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err, err
+    assert not (tmp_path/"mine").exists() and (tmp_path/"mine-data"/"checkpoint.safetensors").exists()
+    assert not list(tmp_path.rglob("*.part*"))
+    again = subprocess.run([str(COMMAND), *words], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and " 0 new tokens" in again.stdout and "step      3 " not in again.stdout and "step     30 of 30" in again.stdout
+    from vllm_mlx.dflash import load_dflash
+    assert load_dflash(tmp_path/"mine").config.block_size == 4

@@ -7,7 +7,8 @@ __all__ = ['DEFAULT_MODEL', 'DEMO_TOKENS', 'DEMO_SEED', 'CommandError', 'Parser'
            'add_options', 'block_size', 'temperature', 'add_generate_options', 'make_parser', 'read_text',
            'check_writable', 'open_model', 'open_pipeline', 'room_for_answer', 'progress_bar', 'stream_answer', 'moves',
            'sparse_answer', 'dense_answer', 'warm_up', 'kept_strip', 'reading_line', 'times_line', 'save_picture',
-           'demo_picture', 'pose', 'tell', 'open_draft', 'speed_line', 'run_generate', 'run', 'give_up', 'main']
+           'demo_picture', 'pose', 'tell', 'open_draft', 'named_draft', 'speed_line', 'run_generate', 'run_training',
+           'run_ane_report', 'run', 'give_up', 'main']
 
 # %% ../nbs/40_cli.ipynb #b84f0595
 import argparse, contextlib, json, math, os, shutil, sys, tempfile, textwrap, time
@@ -68,7 +69,7 @@ def add_options(
     add("--plot", type=picture_file, metavar="OUT.png", help="save a picture of the kept tokens (.png, .svg or .pdf)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
-# %% ../nbs/40_cli.ipynb #18432c88
+# %% ../nbs/40_cli.ipynb #0bd17c58
 def block_size(
     word:str # as typed after --block-size
 ) -> int|str: # tokens, or "kod"
@@ -92,7 +93,7 @@ def add_generate_options(
     "The options of `vllm_mlx generate`."
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="an alias, a folder in mlx-lm's form or a hub id")
-    add("--draft", metavar="D", help="a DFlash draft made for this model, a folder or a hub id (default: none, token by token)")
+    add("--draft", metavar="D", help="a DFlash draft made for this model: an alias, a folder or a hub id; none: token by token (default: the one that ships for this model, if there is one)")
     add("--prompt", required=True, metavar="P", help="the text to go on from; - reads standard input")
     add("--raw", action="store_true", help="the prompt as it is, even if the model has a chat template")
     add("--block-size", type=block_size, default="kod", metavar="N", help="tokens of a block, anchor included, or kod: chosen by what is accepted and what it costs (default: %(default)s)")
@@ -101,8 +102,10 @@ def add_generate_options(
     add("--seed", type=int, metavar="S", help="of the random numbers: the same seed, the same text")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
-# %% ../nbs/40_cli.ipynb #720828b4
-def make_parser() -> Parser: # its `parse_args` gives the options, or raises CommandError
+# %% ../nbs/40_cli.ipynb #d9b1162f
+def make_parser(
+    words:list=() # those after `vllm_mlx`: the options of `train` and `ane-report` are defined beside these, and imported when they are among them
+) -> Parser: # its `parse_args` gives the options, or raises CommandError
     "The grammar of the `vllm_mlx` command."
     parser = Parser(prog="vllm_mlx", description="Ask a long text and get the first token sooner.")
     parser.add_argument("--version", action="version", version=f"vllm_mlx {__version__}")
@@ -115,6 +118,13 @@ def make_parser() -> Parser: # its `parse_args` gives the options, or raises Com
     for command in (ask, demo): add_options(command)
     add_generate_options(commands.add_parser("generate", help="go on from a prompt, block by block with a DFlash draft",
                                              description="Go on from a prompt; with a DFlash draft, block by block. The text is the model's own either way."))
+    if "train" in words: from vllm_mlx.train_command import add_train_arguments
+    else: add_train_arguments = lambda commands: commands.add_parser("train", help="train a DFlash draft for a model")
+    add_train_arguments(commands)
+    report = commands.add_parser("ane-report", help="check a draft's programs for the Apple Neural Engine on this machine, and print a report to paste")
+    if "ane-report" in words:
+        from vllm_mlx.ane.report import add_report_options
+        add_report_options(report)
     return parser
 
 # %% ../nbs/40_cli.ipynb #fca32bc9
@@ -335,7 +345,7 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #68d2055b
+# %% ../nbs/40_cli.ipynb #bc4982a3
 def open_draft(
     name:str, # folder or hub id of a DFlash draft
     model     # the model it was made for
@@ -344,6 +354,13 @@ def open_draft(
     from vllm_mlx.dflash import load_dflash
     try: return load_dflash(name, model)
     except Exception as e: raise CommandError(f"cannot use {name!r} as a draft: {textwrap.shorten(str(e), 300)}") from e
+
+def named_draft(
+    options:argparse.Namespace # as parsed, with `draft` and `model`
+) -> str|None: # what to load; None: token by token
+    "The draft that was asked for, or the shipped one of the model."
+    from vllm_mlx.dflash import default_draft
+    return default_draft(options.model) if options.draft is None else None if options.draft == "none" else options.draft
 
 def speed_line(
     report:dict # of `run_generate`
@@ -361,8 +378,9 @@ def run_generate(
     "`vllm_mlx generate`. Raises CommandError and ValueError before the model reads."
     text = read_text("-") if options.prompt == "-" else options.prompt
     if not text: raise CommandError("the prompt is empty")
+    name = named_draft(options)
     model, tokenizer = open_model(options.model)
-    draft = None if options.draft is None else open_draft(options.draft, model)
+    draft = None if name is None else open_draft(name, model)
     from vllm_mlx.layers import context_length
     from vllm_mlx.specprefill import encode_prompt
     from vllm_mlx.speculate import SpecStats, stream_generate
@@ -374,16 +392,44 @@ def run_generate(
     bar = progress_bar("reading", len(tokens))
     responses = stream_generate(model, draft, tokenizer, tokens, max_tokens=max_tokens, block_size=options.block_size, temperature=options.temperature, seed=options.seed, stats=stats, progress=moves(bar))
     answer, ttft, _ = stream_answer(responses, bar, (lambda piece: None) if options.json else lambda piece: print(piece, end="", file=out, flush=True))
-    report = dict(answer=answer, ttft_s=ttft, model=options.model, draft=options.draft, block_size=options.block_size, temperature=options.temperature, seed=options.seed, **stats.to_dict())
+    report = dict(answer=answer, ttft_s=ttft, model=options.model, draft=name, block_size=options.block_size, temperature=options.temperature, seed=options.seed, **stats.to_dict())
     print(json.dumps(report, default=lambda x: x.item()) if options.json else f"\n\n{speed_line(report)}", file=out)
 
-# %% ../nbs/40_cli.ipynb #8a206ffa
+# %% ../nbs/40_cli.ipynb #e3118d29
+def run_training(
+    options:argparse.Namespace, # as parsed
+    out # where the report goes
+):
+    "`vllm_mlx train`. Raises CommandError, ValueError and OSError; what was finished before is kept, and the same command goes on from it."
+    from vllm_mlx.train_command import run_train, train_settings
+    given = vars(options)
+    settings = train_settings(given, given["config"])
+    try: run_train(settings, lambda *words: print(*words, file=out, flush=True))
+    except (ImportError, FloatingPointError, RuntimeError) as e: raise CommandError(textwrap.shorten(str(e), 400)) from e
+    except KeyboardInterrupt:
+        print("\nvllm_mlx: stopped; the same command goes on from the last finished answers and the last report", file=sys.stderr)
+        raise
+
+# %% ../nbs/40_cli.ipynb #ba0789ed
+def run_ane_report(
+    options:argparse.Namespace, # as parsed
+    out # where the report goes
+):
+    "`vllm_mlx ane-report`. Raises CommandError when a check failed, or without coremltools; ValueError and OSError for what does not load."
+    from vllm_mlx.ane.report import run_report
+    try: good = run_report(options, lambda line: print(line, file=out, flush=True))
+    except ImportError as e: raise CommandError(str(e)) from e
+    if not good: raise CommandError("a check failed: see FAILED, DIFFERS or WRONG above")
+
+# %% ../nbs/40_cli.ipynb #ea9293eb
 def run(
     options:argparse.Namespace, # as parsed
     out # where answers and the report go
 ):
     "Carry out a command: everything that can be refused is refused before the model reads. Raises CommandError and ValueError."
     if options.command == "generate": return run_generate(options, out)
+    if options.command == "train": return run_training(options, out)
+    if options.command == "ane-report": return run_ane_report(options, out)
     text = read_text(options.file) if options.command == "ask" else None
     if options.plot: check_writable(options.plot)
     say = (lambda *words, **kw: None) if options.json else (lambda *words, **kw: print(*words, file=out, flush=True, **kw))
@@ -422,7 +468,7 @@ def give_up(
     if words: print("vllm_mlx:", *words.split(), file=sys.stderr)
     return code
 
-# %% ../nbs/40_cli.ipynb #b9af9f49
+# %% ../nbs/40_cli.ipynb #92a66ade
 def main(
     argv:list|None=None # the words after `vllm_mlx`; None: those of this process
 ) -> int: # exit code: 0, 2 for a mistake, 130 after Ctrl-C, 141 when nobody reads the output any more
@@ -434,7 +480,8 @@ def main(
     for stream in (out, sys.stderr):
         if hasattr(stream, "reconfigure"): stream.reconfigure(errors="replace") # an answer may have what a terminal has not
     try:
-        options = make_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else list(argv)
+        options = make_parser(words).parse_args(words)
         with contextlib.redirect_stdout(sys.stderr): run(options, out) # what libraries print is not the answer
         out.flush()
     except SystemExit as e: return e.code or 0 # --help and --version

@@ -6,7 +6,7 @@
 __all__ = ['read_prompts', 'prompt_tokens', 'pick_tokens', 'generate_answers', 'target_features', 'Sample', 'write_shard',
            'read_shard', 'disk_need', 'vocabulary_hash', 'prepare_data', 'TrainingData']
 
-# %% ../nbs/15b_training_data.ipynb #a5fb2e80
+# %% ../nbs/15b_training_data.ipynb #9dc4014a
 import errno, hashlib, json, os, shutil, time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .models import content_hash
 from .rollback import batch_cache
@@ -184,7 +184,7 @@ def disk_need(
     "What a data folder can grow to."
     return sum(n + max_tokens for n in lengths) * (4 + width * itemsize) + 4096 * len(lengths)
 
-# %% ../nbs/15b_training_data.ipynb #9238d7b5
+# %% ../nbs/15b_training_data.ipynb #d997855d
 _INDEX, _VERSION = 'index.json', 1
 
 def vocabulary_hash(tokenizer): # str, the same for tokenizers that give a text the same ids
@@ -214,6 +214,7 @@ def _prepare_batch(target, batch, options, layer_ids, features, min_tokens):
         for s, f in zip(samples, target_features(target, rows, layer_ids)): s.features = f[:len(s.tokens)]
     return samples, len(ids) - len(samples), sum(map(len, answers))
 
+# %% ../nbs/15b_training_data.ipynb #65fd1ca0
 def prepare_data(
     target,           # an mlx-lm model
     tokenizer,        # its tokenizer
@@ -254,7 +255,7 @@ def prepare_data(
     for old in folder.glob('*.part*'): old.unlink()
     options = dict(max_tokens=max_tokens, eos=sorted(getattr(tokenizer, 'eos_token_ids', None) or ()))
     start, made, short, size = time.perf_counter(), 0, 0, 0
-    bar = tqdm(left, disable=not progress, unit='batch')
+    bar = tqdm(left, disable=not progress or not left, unit='batch')
     for i in bar:
         heat = [float(heats[n % len(heats)]) for n in batches[i]]
         samples, less, n = _prepare_batch(target, (i, batches[i], [ids[n] for n in batches[i]], heat), options | dict(seed=seed * 1_000_003 + i), list(layer_ids), features, min_tokens)
