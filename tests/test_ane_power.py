@@ -1,0 +1,362 @@
+"""Power meters, with children that stand in for the tools; and the profile of a draft step."""
+import gc, json, os, plistlib, signal, subprocess, sys, threading, time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from vllm_mlx.ane import power
+from vllm_mlx.ane.power import (PHASES, PowerMeter, PowerParser, PowerReport, PowerUnavailable, Reading, find_source, meter_command, plot_power, profile_draft_step,
+                                profile_summary, windows)
+
+# A tool, as a small program: `python -c TOOL format seconds-between-samples samples [milliwatts ...]`; then it waits, or dies.
+TOOL = r'''
+import json, plistlib, sys, time
+kind, pause, n, *mw = sys.argv[1:]
+mw = [float(x) for x in mw] or [100.0]
+then = time.perf_counter()
+for i in range(int(n)):
+    time.sleep(float(pause))
+    now, power = time.perf_counter(), mw[min(i, len(mw) - 1)]
+    if kind == "macmon":
+        sample = dict(timestamp="2026-01-05T10:00:00+00:00", temp=dict(cpu_temp_avg=43.7), cpu_power=0.2, ane_power=power / 1000, ram_power=0.1)
+        del sample["timestamp"]
+        data = (json.dumps(sample) + "\n").encode()
+    elif kind == "text":
+        data = (f"\n*** Sampled system activity (Mon Jan  5 10:00:00 2026 +0000) ({1000 * (now - then):.2f}ms elapsed) ***\n\n**** Processor usage ****\n\nE-Cluster Online: 100%\n"
+                f"CPU Power: 41 mW\nGPU Power: 2 mW\nANE Power: {power:.0f} mW\nCombined Power (CPU + GPU + ANE): {43 + power:.0f} mW\n\n**** GPU usage ****\n\nGPU Power: 2 mW\n").encode()
+    else:
+        data = (b"\0" if i else b"") + plistlib.dumps(dict(is_delta=True, elapsed_ns=int(1e9 * (now - then)), processor=dict(cpu_power=41.5, gpu_power=2.0, ane_energy=int(power * (now - then)), ane_power=power)))
+    then = now
+    sys.stdout.buffer.write(data); sys.stdout.buffer.flush()
+time.sleep(60)
+'''
+SOURCE = dict(macmon="macmon", text="powermetrics", plist="powermetrics")
+
+def meter_of(kind, *mw, pause=0.02, n=10_000, **options):
+    return PowerMeter(SOURCE[kind], 20, [sys.executable, "-c", TOOL, kind, str(pause), str(n), *map(str, mw)], **options)
+
+def saying(code, source="macmon", **options): return PowerMeter(source, 20, [sys.executable, "-u", "-c", code], **options)
+
+def children(): # pids; where /proc is, that is not on macOS
+    parent = lambda p: open(f"/proc/{p}/stat").read().rsplit(")", 1)[1].split()[1]
+    out = set()
+    for p in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+        try:
+            if parent(p) == str(os.getpid()): out.add(p)
+        except OSError: pass
+    return out
+
+def meter_threads(): return [t for t in threading.enumerate() if t.name == "power meter"]
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    "No thread, child or open file remains after a test."
+    before, files = children(), len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    yield
+    gc.collect()
+    assert children() <= before and not meter_threads()
+    if files: assert len(os.listdir("/proc/self/fd")) <= files
+
+# --- the three formats, through a child
+
+@pytest.mark.parametrize("kind", ["macmon", "text", "plist"])
+def test_formats(kind):
+    with meter_of(kind, 0, 0, 500).measure() as r: time.sleep(0.4)
+    assert (r.error, r.malformed, r.source, r.peak_mw) == (None, 0, SOURCE[kind], 500.0)
+    assert 5 <= len(r.samples) <= 21 and 0.4 <= r.duration_s < 2
+    assert r.energy_mj == pytest.approx(sum(mw * s for _, mw, s in r.samples)) and r.mean_mw == pytest.approx(r.energy_mj / r.covered_s)
+    assert all(0.015 < s < 1 for _, _, s in r.samples) and r.covered_s == pytest.approx(r.samples[-1][0], abs=0.1)        # windows follow each other without a gap
+    d = r.to_dict()
+    assert json.loads(json.dumps(d)) == d and d["samples"] == len(r.samples)
+
+def test_energy_is_that_of_the_real_windows():
+    "A child that is asked for 20 ms and takes 60: the energy is three times what nominal windows would say."
+    with meter_of("macmon", 1000, pause=0.06).measure() as r: time.sleep(0.4)
+    assert r.energy_mj == pytest.approx(1000 * r.covered_s) and r.covered_s > 2.5 * 0.02 * len(r.samples)
+
+def test_time_stamps_of_the_tool():
+    "All lines come at once, as after a pause of the reader; the stamps say how long the windows were."
+    code = "import json, time\nfor i in range(5): print(json.dumps(dict(timestamp=f'2026-01-05T10:00:0{i}.500000+00:00', ane_power=0.1)), flush=True)\ntime.sleep(9)"
+    with saying(code).measure() as r: time.sleep(0.1)
+    assert [s for _, _, s in r.samples] == [1.0] * 4 and r.energy_mj == pytest.approx(400)
+
+def test_a_run_shorter_than_a_window_has_a_sample():
+    with meter_of("macmon", 300, pause=0.05).measure() as r: pass
+    assert len(r.samples) == 1 and r.duration_s < 0.02 < r.covered_s
+    with meter_of("macmon", 300, pause=0.9).measure() as r: pass           # the child is much slower than it was asked to be: nobody waits for it
+    assert (r.samples, r.energy_mj, r.error) == ([], None, None)
+
+def test_the_time_before_the_first_reading_does_not_count():
+    meter = meter_of("macmon", 9000, 100, pause=0.1)
+    began = time.perf_counter()
+    meter.start()
+    assert time.perf_counter() - began > 0.1
+    time.sleep(0.25)
+    r = meter.stop()
+    assert r.peak_mw == 100.0                                          # what the first reading stands for was before the start
+
+# --- malformed output
+
+def test_malformed_lines_are_counted_and_cost_only_their_window():
+    code = "import time\nfor s in ['{\"ane_power\": 0.1}', 'not json', '{\"ane_power\": \"x\"}', '{\"ane_power\": null}', '{}', '{\"ane_power\": 0.1}', '{\"ane_power\": 0.3}']: print(s, flush=True); time.sleep(0.05)\ntime.sleep(9)"
+    meter = saying(code).start()
+    with meter._child.changed: assert meter._child.changed.wait_for(lambda: len(meter._child.arrivals) == 7, 30)
+    ends = [t for t, _ in meter._child.arrivals]
+    r = meter.stop()
+    assert r.malformed == 4 and r.examples[0] == "not json" and [round(mw) for _, mw, _ in r.samples] == [100, 300]
+    assert r.covered_s == pytest.approx(ends[6] - ends[4]) and "4 malformed" in str(r)
+
+def test_only_garbage_is_no_reading():
+    with pytest.raises(PowerUnavailable, match=r"no reading in 0.4 s \(.* malformed"): saying("import time\nwhile 1: print('?', flush=True); time.sleep(0.02)", wait_s=0.4).start()
+
+def test_a_line_without_an_end(monkeypatch):
+    monkeypatch.setattr(power, "_MOST", 10_000)
+    with pytest.raises(PowerUnavailable, match="no reading"): saying("import sys, time\nfor _ in range(50): sys.stdout.write('x' * 9000); sys.stdout.flush()\ntime.sleep(9)", wait_s=0.5).start()
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=60) | st.sampled_from([b'{"ane_power": 1}', b"ANE Power: 5 mW", b"*** Sampled system activity (x) (500.00ms elapsed) ***", b"<?xml", b"<plist>", b"</plist>", b'{"ane_power": 1e999}']), max_size=12),
+       st.sampled_from(["macmon", "powermetrics"]))
+def test_no_bytes_break_the_parser(lines, source):
+    p = PowerParser(source)
+    for line in lines:
+        bad, r = p.malformed, p.feed(line)
+        assert r is None or (0 <= r.mw < float("inf") and p.malformed == bad)
+
+@pytest.mark.parametrize("line, mw", [(b"ANE Power: 0 mW", 0), (b"ANE Power: 1375 mW", 1375), (b"ANE Power: 1.5 W", 1500), (b"ANE Power:   12 mW  ", 12)])
+def test_text_units(line, mw):
+    p = PowerParser("powermetrics")
+    p.feed(b"*** Sampled system activity (Mon) (250.00ms elapsed) ***")
+    assert p.feed(line) == Reading(mw, 0.25) and p.feed(line) is None                 # once a sample
+
+def test_property_lists():
+    made = plistlib.dumps(dict(elapsed_ns=500_000_000, processor=dict(ane_energy=40)))           # older versions: energy alone
+    p = PowerParser("powermetrics")
+    got = [r for line in (made + b"\0" + made[:-30] + b"\n" + made).split(b"\n") if (r := p.feed(line))]
+    assert got == [Reading(80.0, 0.5)] * 2 and p.malformed == 1
+    for broken in (dict(processor={}), dict(elapsed_ns=0, processor=dict(ane_energy=1)), dict(elapsed_ns=5, processor=dict(ane_power=-1.0)), []):
+        p = PowerParser("powermetrics")
+        assert not [r for line in plistlib.dumps(broken).split(b"\n") if (r := p.feed(line))] and p.malformed == 1
+    one_line = b"".join(made.split(b"\n"))
+    assert PowerParser("powermetrics").feed(one_line) == Reading(80.0, 0.5)
+
+def test_intel():
+    "Samples without an ANE line."
+    p = PowerParser("powermetrics")
+    for _ in range(3):
+        for line in (b"*** Sampled system activity (Mon) (250.00ms elapsed) ***", b"Intel energy model derived package power (CPUs+GT+SA): 1.2W"): assert p.feed(line) is None
+    assert p.malformed == 2 and "without ANE Power" in p.examples[0]
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.001, 2), st.floats(0, 9000) | st.none()), min_size=1, max_size=20))
+def test_windows_cover_the_time_once(steps):
+    t, arrivals = 0.0, [(0.0, Reading(1.0))]
+    for pause, mw in steps: t += pause; arrivals.append((t, None if mw is None else Reading(mw)))
+    got = windows(arrivals)
+    good = [pause for pause, mw in steps if mw is not None]
+    assert [s for _, _, s in got] == pytest.approx(good) and [mw for _, mw, _ in got] == [mw for _, mw in steps if mw is not None]
+
+# --- children that misbehave, and callers that do
+
+def test_start_twice_and_stop_twice():
+    meter = meter_of("macmon", 100).start()
+    child = meter._child
+    time.sleep(0.1)
+    assert meter.start()._child is child and meter.running
+    time.sleep(0.1)
+    r = meter.stop()
+    assert r.samples and r.samples[-1][0] < 0.3 and not meter.running
+    again = meter.stop()
+    assert again.samples == [] and again.energy_mj is None and "stop without start" in again.error
+    with meter.measure() as r: time.sleep(0.1)                           # and it can be used again
+    assert r.samples and r.error is None
+
+def test_a_dying_child_keeps_what_it_gave():
+    with saying("import sys, time\nfor _ in range(4): print('{\"ane_power\": 0.2}', flush=True); time.sleep(0.03)\nsys.exit('sensor lost')").measure() as r: time.sleep(0.4)
+    assert len(r.samples) == 3 and r.mean_mw == pytest.approx(200) and "exit status 1: sensor lost, before the stop" in r.error
+
+def test_a_child_killed_in_the_middle():
+    meter = meter_of("macmon", 100).start()
+    time.sleep(0.1)
+    os.kill(meter._child.process.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    r = meter.stop()
+    assert r.samples and "exit status -9" in r.error
+    assert meter.start().running                                        # and a new child
+    meter.stop()
+
+def test_start_after_the_child_died():
+    meter = saying("print('{\"ane_power\": 0.2}', flush=True)").start()
+    first = meter._child
+    first.wait(lambda: first.ended, 2)
+    assert meter.start()._child is not first
+    meter.stop()
+
+def test_a_child_that_ignores_sigterm(monkeypatch):
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGPIPE, signal.SIG_IGN)\nprint('{\"ane_power\": 0.2}', flush=True)\ntime.sleep(60)"
+    meter = saying(code).start()
+    child = meter._child
+    monkeypatch.setattr(child, "close", lambda close=child.close: close(patience=0.2))
+    assert meter.stop().error is None and child.process.returncode == -9
+
+def test_a_child_of_root(monkeypatch):
+    "It may not be signalled; it ends when it writes to a pipe that nobody reads."
+    meter = meter_of("macmon", 100, pause=0.05).start()
+    child = meter._child
+    def refused(): raise PermissionError(1, "Operation not permitted")
+    monkeypatch.setattr(child.process, "terminate", refused); monkeypatch.setattr(child.process, "kill", refused)
+    assert meter.stop().error is None and child.process.returncode not in (None, 0)
+
+def test_a_child_that_never_ends(monkeypatch):
+    meter = saying("import time\nprint('{\"ane_power\": 0.2}', flush=True)\ntime.sleep(60)").start()
+    child = meter._child
+    def refused(): raise PermissionError(1, "Operation not permitted")
+    monkeypatch.setattr(child.process, "terminate", refused)
+    kill = child.process.kill
+    monkeypatch.setattr(child.process, "kill", refused)
+    monkeypatch.setattr(child, "close", lambda close=child.close: close(patience=0.1))
+    assert f"process {child.process.pid} does not end" in meter.stop().error
+    kill(); child.process.wait()
+
+def test_a_dropped_meter_leaves_nothing():
+    meter = meter_of("macmon", 100).start()
+    process = meter._child.process
+    del meter
+    gc.collect()
+    assert process.poll() is not None
+
+def test_the_end_of_python_leaves_nothing(tmp_path):
+    code = f"import vllm_mlx, sys\nfrom vllm_mlx.ane.power import PowerMeter\nm = PowerMeter('macmon', 20, [sys.executable, '-c', {TOOL!r}, 'macmon', '0.02', '9999']).start()\nprint(m._child.process.pid)"
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    time.sleep(0.1)
+    with pytest.raises(ProcessLookupError): os.kill(pid, 0)
+
+def test_an_error_in_the_block_comes_through_and_the_report_is_filled():
+    meter = meter_of("macmon", 100)
+    with pytest.raises(KeyError):
+        with meter.measure() as r: time.sleep(0.1); raise KeyError("x")
+    assert r.samples and not meter.running
+
+def test_two_meters_and_two_threads():
+    meters = [meter_of("macmon", 100), meter_of("plist", 700)]
+    out = {}
+    def use(i):
+        with meters[i].measure() as r: time.sleep(0.2)
+        out[i] = r
+    threads = [threading.Thread(target=use, args=(i,)) for i in (0, 1)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert (out[0].peak_mw, out[1].peak_mw) == (100.0, 700.0)
+
+# --- tools and permissions
+
+def test_missing_tools(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PowerUnavailable, match="no power meter is available here: no macmon .*, and no powermetrics"): find_source()
+    with pytest.raises(PowerUnavailable, match="no power meter is available here"): PowerMeter().start()
+    for s in ("macmon", "powermetrics"):
+        with pytest.raises(PowerUnavailable, match=f"{s} is not available here"): PowerMeter(s).start()
+    with PowerMeter().measure() as r: ran = True
+    assert ran and r.samples == [] and "not available" not in (r.source or "") and "no power meter" in r.error and r.to_dict()["energy_mj"] is None
+
+def put(folder, name, text):
+    (folder / name).write_text(f"#!{sys.executable}\n{text}"); (folder / name).chmod(0o755)
+
+def test_auto_takes_macmon_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    put(tmp_path, "powermetrics", "print('never')")
+    assert find_source() == "powermetrics"
+    put(tmp_path, "macmon", "import sys, time, json\nassert sys.argv[1:] == ['pipe', '-i', '30'], sys.argv\nwhile 1: time.sleep(0.03); print(json.dumps(dict(ane_power=0.25)), flush=True)")
+    assert find_source() == "macmon"
+    with PowerMeter(interval_ms=30).measure() as r: time.sleep(0.15)
+    assert r.error is None and r.mean_mw == pytest.approx(250)
+
+SUDO = "import os, sys\nassert sys.argv[1] == '-n'\nsys.exit('sudo: a password is required') if not os.environ.get('TEST_CACHED') else os.execvp(sys.argv[2], sys.argv[2:])"
+
+def test_sudo_never_asks(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 501)
+    put(tmp_path, "powermetrics", f"import sys\nsys.argv = ['-c', 'text', '0.02', '999', '640']\n{TOOL}")
+    put(tmp_path, "sudo", SUDO)
+    assert meter_command("powermetrics", 500)[:3] == ["sudo", "-n", "powermetrics"]
+    began = time.perf_counter()
+    with pytest.raises(PowerUnavailable, match="run `sudo -v` in this terminal first"): PowerMeter("powermetrics", 20).start()
+    assert time.perf_counter() - began < 4
+    monkeypatch.setenv("TEST_CACHED", "1")
+    with PowerMeter("powermetrics", 20).measure() as r: time.sleep(0.2)
+    assert r.error is None and r.mean_mw == pytest.approx(640)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert meter_command("powermetrics", 500)[0] == "powermetrics"
+
+def test_not_the_superuser():
+    "What powermetrics itself says, on its output."
+    with pytest.raises(PowerUnavailable, match="needs root"): saying("import sys; print('powermetrics must be invoked as the superuser'); sys.exit(1)", "powermetrics").start()
+
+@pytest.mark.parametrize("options, words", [(dict(source="x"), "source is 'x'"), (dict(interval_ms=0), "interval_ms is 0"), (dict(interval_ms=0.5), "interval_ms is 0.5"), (dict(interval_ms=True), "interval_ms is True"),
+                                            (dict(command=["a"]), "command is given without source"), (dict(source="macmon", command="macmon pipe"), "a list of words"), (dict(source="macmon", command=[]), "a list of words")])
+def test_settings(options, words):
+    with pytest.raises(ValueError, match=words): PowerMeter(**options)
+
+# --- reports
+
+def test_empty_reports():
+    r = PowerReport(error="why")
+    assert (r.energy_mj, r.mean_mw, r.peak_mw, r.throttled, r.covered_s) == (None, None, None, None, 0) and "why" in str(r)
+    with pytest.raises(ValueError, match="no samples to show: why"): plot_power(r)
+
+def test_throttling_is_about_the_mean_over_time():
+    "The second half has the same samples, but the high one was short."
+    long = [(i, mw, s) for i, (mw, s) in enumerate([(100, 1), (200, 1), (100, 3), (200, 0.1)])]
+    assert PowerReport(samples=long).throttled is True
+    assert PowerReport(samples=[(i, 100, 1) for i in range(4)]).throttled is False
+
+# --- the profile
+
+class Slow:
+    "A draft whose phases sleep."
+    def __init__(self, **ms): self.ms, self.ran, self.where = ms, "stand-in", {}
+    def nap(self, name, out=None): self.where[name] = threading.current_thread(); time.sleep(self.ms.get(name, 0) / 1000); return out
+    def block(self, last, size): return mx.array([[last] + [1] * ((size or 3) - 1)])
+    def embed(self, tokens): return self.nap("embed", mx.zeros((1, tokens.shape[1], 4)))
+    def extend(self, features, cache): cache.append(1); self.nap("context")
+    def prepare_forward(self, noise, cache, position): self.noise, self.position = noise, position; self.nap("prepare")
+    def run_kernels(self): self.nap("run")
+    def read_output(self): return self.nap("read", mx.zeros((1, 3, 4)))
+    def logits(self, hidden): return self.nap("lm_head", mx.arange(16).reshape(1, 2, 8))
+    def read_draft_tokens(self): return self.nap("lm_head", mx.array([[0, 5, 6]]))
+
+class Context(list):
+    state = []
+    def copy(self): return Context(self)
+
+def test_phases_add_up_to_the_wall_clock():
+    ms = dict(embed=4, context=12, prepare=8, run=30, read=6, lm_head=10, anchor=5)
+    draft, context = Slow(**ms), Context()
+    soft = lambda noise, logits, embed: draft.nap("anchor", noise + 1)
+    began = time.perf_counter()
+    p = profile_draft_step(draft, 3, context, mx.zeros((1, 2, 4)), correction_logits=mx.zeros(8), soft_anchor=soft, position=9)
+    wall = 1000 * (time.perf_counter() - began)
+    assert list(p.phases) == list(PHASES) and p.total <= wall
+    assert sum(p.phases.values()) + p.other == pytest.approx(p.total) and 0 <= p.other < 5
+    for name, least in {**ms, "soft anchor": ms["anchor"]}.items():
+        if name != "anchor": assert p.phases[name] >= least
+    assert draft.where["run"] is not threading.main_thread() and draft.where["read"] is threading.main_thread()
+    assert context == [] and draft.position == 9 and draft.noise.min().item() == 1 and p.tokens == [7, 7]
+
+def test_heads_of_the_profile():
+    for head, tokens in dict(mlx=[7, 7], program=[5, 6], deferred=[]).items():
+        p = profile_draft_step(Slow(read=5, lm_head=5), 3, Context(), head=head)
+        assert (p.head, p.tokens, p.phases["soft anchor"] < 2, p.phases["read"] < 2) == (head, tokens, True, head == "program")
+    with pytest.raises(ValueError, match="head is 'ane'"): profile_draft_step(Slow(), 3, Context(), head="ane")
+
+def test_summary():
+    ps = [profile_draft_step(Slow(run=r), 3, Context()) for r in (5, 15, 25)]
+    s = profile_summary(ps)
+    assert set(s) == {*PHASES, "other", "total"} and s["run"][1] < s["run"][0] < s["run"][2] and s["total"][3] == 1 and 0 < s["run"][3] < 1
+
+def test_the_error_of_the_thread():
+    draft = Slow()
+    draft.run_kernels = lambda: {}["nothing"]
+    with pytest.raises(KeyError, match="nothing"): profile_draft_step(draft, 3, Context())
+    assert not [t for t in threading.enumerate() if t.name == "draft step"]
