@@ -6,7 +6,7 @@
 __all__ = ['logger', 'Probe', 'GOAL_KINDS', 'EXTRA_KINDS', 'chunk_means', 'needed_chunks', 'worst_rank', 'pick_heads', 'by_depth',
            'Calibration', 'model_key', 'calibration_file', 'remember', 'scoring_layers', 'find_scoring_layers']
 
-# %% ../nbs/03b_calibration.ipynb #87a539c1
+# %% ../nbs/03b_calibration.ipynb #3bc764e2
 import base64, hashlib, json, logging, math, os, tempfile, warnings
 from collections import namedtuple
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -22,7 +22,6 @@ from .importance import check_cancel, score_heads, score_window
 from .layers import attention_layout, context_length, text_model
 from .models import cache_folder, file_lock
 from .needles import KINDS, make_case
-from . import plots
 
 # %% ../nbs/03b_calibration.ipynb #021a01a6
 logger = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ def _unpack(groups):
     return [_row(g["kind"], g["n_tokens"], g["n_cases"], hits, layer=int(l), head=h)
             for g in groups for l, heads in g["hits"].items() for h, hits in enumerate(heads)]
 
-# %% ../nbs/03b_calibration.ipynb #2e018a8a
+# %% ../nbs/03b_calibration.ipynb #c24ea322
 @dataclass(repr=False)
 class Calibration:
     "Which heads of a model score a prompt, and the measurements that say so."
@@ -177,6 +176,7 @@ class Calibration:
         lengths, layers = (sorted({k[i] for k in sums}) for i in (0, 1))
         best = {(n, l): 0.0 for n in lengths for l in layers}
         for (n, l, _), v in sums.items(): best[n, l] = max(best[n, l], sum(h for h, _ in v) / sum(c for _, c in v))
+        from vllm_mlx import plots # here: reading a calibration needs no matplotlib
         return plots.plot_heatmap([[best[n, l] for l in layers] for n in lengths], lengths, layers, "layer", "prompt (tokens)",
                                   label="hit rate of its best head", fmt="" if len(layers) > 16 else "{:.2f}", title=f"{', '.join(kinds)}; chosen: {self._chosen()}")
 
