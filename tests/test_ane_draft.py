@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-pytest.importorskip("coremltools", reason="not available here: pip install 'vllm_mlx[ane]'")
+pytest.importorskip("coremltools", reason="not available here: pip install 'coremltools>=9.0,<10'")
 from vllm_mlx.ane.draft import ANEContext, ANEDraftModel, forbid_mlx, why_not
 from vllm_mlx.ane.kernels import Q8LayerWeights
 from vllm_mlx.dflash import SPARE, tiny_draft

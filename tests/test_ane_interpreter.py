@@ -11,7 +11,7 @@ import mlx.nn as nn
 from hypothesis import given, settings, strategies as st
 from mlx.utils import tree_flatten
 
-ct = pytest.importorskip('coremltools', reason="not available here: pip install 'vllm_mlx[ane]'")
+ct = pytest.importorskip('coremltools', reason="not available here: pip install 'coremltools>=9.0,<10'")
 from vllm_mlx.ane.interpreter import *
 from vllm_mlx.ane.interpreter import OPERATIONS, ReferenceProgram
 from vllm_mlx.ane.kernels import *

@@ -18,7 +18,7 @@ from vllm_mlx.ane.programs import _head_rows
 from vllm_mlx.dflash import make_draft, visible
 from vllm_mlx.models import tiny_model
 
-pytest.importorskip('coremltools', reason="not available here: pip install 'vllm_mlx[ane]'")
+pytest.importorskip('coremltools', reason="not available here: pip install 'coremltools>=9.0,<10'")
 from vllm_mlx.ane.interpreter import OPERATIONS, _block, load_program, read_blob
 
 DIMS = DraftDims(hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, n_features=3, block=8, width=64, context=64, layers=1, vocab=100, eps=1e-6)
@@ -418,7 +418,7 @@ assert k.read_argmax(np.ones((1, 3, 1, 64), np.float16), 2) == [0, 0] and k.quan
 d = k.DraftDims(32, 4, 2, 8, 48, 3, 8, 64, 64, 1, 100, 1e-6)
 for f in (lambda: k.build_gqa_tile_kernel(d), lambda: i.load_program(sys.argv[1] + '/a.mlpackage')):
     try: f()
-    except ImportError as e: assert "vllm_mlx[ane]" in str(e), e
+    except ImportError as e: assert "coremltools>=9.0,<10" in str(e), e
     else: raise SystemExit('no error')
 print('fine')
 '''

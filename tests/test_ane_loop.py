@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-pytest.importorskip("coremltools", reason="not available here: pip install 'vllm_mlx[ane]'")
+pytest.importorskip("coremltools", reason="not available here: pip install 'coremltools>=9.0,<10'")
 from vllm_mlx import cli
 from vllm_mlx.ane import report
 from vllm_mlx.ane.draft import ANEDraftModel
@@ -166,9 +166,9 @@ def test_mistakes_of_the_command(monkeypatch, capsys):
             assert cli.main(["ane-report", "--draft", "x"]) == code and line in capsys.readouterr().out
     assert cli.main(["ane-report", "--help"]) == 0 and "--context" in capsys.readouterr().out
     with monkeypatch.context() as m:
-        def missing(*a, **k): raise ImportError("pip install 'vllm_mlx[ane]'")
+        def missing(*a, **k): raise ImportError("pip install 'coremltools>=9.0,<10'")
         m.setattr(report, "run_report", missing)
-        assert cli.main(["ane-report"]) == 2 and "vllm_mlx[ane]" in capsys.readouterr().err
+        assert cli.main(["ane-report"]) == 2 and "coremltools>=9.0,<10" in capsys.readouterr().err
 
 def test_report_module(capsys):
     assert report.main(["--model", "nano-hybrid", "--draft", "/no/such/draft"]) == 2

@@ -390,7 +390,7 @@ def test_no_mlx_in_the_engines_thread(family, ids, monkeypatch):
 
 def test_engine_draft_of_chapter_22(family, ids, tmp_path, monkeypatch):
     "The real programs, in the reference interpreter; as a processor beside its MLX twin, and as draft and processor in one."
-    pytest.importorskip("coremltools", reason="not available here: pip install 'vllm_mlx[ane]'")
+    pytest.importorskip("coremltools", reason="not available here: pip install 'coremltools>=9.0,<10'")
     import vllm_mlx.ane.draft as ane
     model, draft, text = family("llama")
     engine, where = ane.ANEDraftModel(draft, "reference", context=64, folder=tmp_path, precision="float32").load_weights(), []

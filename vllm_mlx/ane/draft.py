@@ -29,7 +29,7 @@ def why_not(
     if backend not in BACKENDS: raise ValueError(f"backend is {backend!r}: 'coreml' or 'reference' is needed")
     if backend == "reference": return None
     if sys.platform != "darwin": return f"Core ML is not available here: it is a part of macOS, and this is {platform.system()}. backend='reference' evaluates the same programs with numpy"
-    return None if importlib.util.find_spec("coremltools") else "Core ML is not available here: coremltools is missing, `pip install 'vllm_mlx[ane]'` brings it"
+    return None if importlib.util.find_spec("coremltools") else "Core ML is not available here: coremltools is missing, `pip install 'coremltools>=9.0,<10'` brings it"
 
 # %% ../../nbs/22_ane_draft.ipynb #91252811
 class ANEContext:

@@ -172,7 +172,7 @@ def mil(): # what this chapter uses of coremltools
     logging.getLogger('coremltools').setLevel(logging.ERROR)              # it warns that macOS is missing, once per class
     try:
         with redirect_stderr(io.StringIO()): import coremltools as ct
-    except ImportError as e: raise ImportError("Core ML programs are built with coremltools, which is not installed: pip install 'vllm_mlx[ane]'") from e
+    except ImportError as e: raise ImportError("Core ML programs are built with coremltools, which is not installed: pip install 'coremltools>=9.0,<10'") from e
     from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil import Function, Program, types
     return SimpleNamespace(ct=ct, mb=Builder, Function=Function, Program=Program, types=types)
