@@ -19,7 +19,7 @@ from .programs import attention_mask, compile_draft, layer_norms, rope_tables, s
 from ..dflash import SPARE, visible
 from ..models import cache_folder
 
-# %% ../../nbs/22_ane_draft.ipynb #35689396
+# %% ../../nbs/22_ane_draft.ipynb #7fbe9be4
 BACKENDS = ("coreml", "reference")
 
 def why_not(
