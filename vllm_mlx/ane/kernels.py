@@ -51,7 +51,7 @@ def from_columns(a,       # [1, C, 1, width]
     if not 0 <= n <= a.shape[3]: raise ValueError(f"{n} tokens of {a.shape[3]} columns")
     return np.ascontiguousarray(a[0, :, 0, :n].T, np.float32)[None]
 
-# %% ../../nbs/20_ane_kernels.ipynb #45479a22
+# %% ../../nbs/20_ane_kernels.ipynb #afd41944
 def quantize_rows(w # (oc, ic) weights
                  ) -> tuple: # (int8 (oc, ic) in -127..127, float16 (oc,))
     "Symmetric int8 with a scale for each row; |w - scale * q| <= scale / 2 (seed entry 14). Raises ValueError for anything but a finite matrix whose rows have a scale in fp16."
@@ -63,6 +63,7 @@ def quantize_rows(w # (oc, ic) weights
     exact = np.where(most == 0, 1, most) / np.float32(127)
     scale = exact.astype(np.float16)
     scale = np.where(scale.astype(np.float32) < exact, np.nextafter(scale, np.float16(np.inf)), scale)
+    scale = np.maximum(scale, np.float16(2**-24))               # the smallest there is: exact is 0 where most / 127 underflows
     return np.clip(np.rint(w / scale.astype(np.float32)[:, None]), -127, 127).astype(np.int8), scale
 
 # %% ../../nbs/20_ane_kernels.ipynb #ece78f0b
@@ -167,7 +168,7 @@ def norm_scale(C,  # channels that a norm covers, at most 16384
     if eps < 4e-9: raise ValueError(f"an eps of {eps}: at least 4e-9 is needed, the square of the smallest normal number in fp16")
     return 2 ** min((15 - math.ceil(math.log2(C))) // 2, math.floor(math.log2(math.sqrt(eps)) + 14))
 
-# %% ../../nbs/20_ane_kernels.ipynb #1e8de95a
+# %% ../../nbs/20_ane_kernels.ipynb #e69adb2a
 def mil(): # what this chapter uses of coremltools
     logging.getLogger('coremltools').setLevel(logging.ERROR)              # it warns that macOS is missing, once per class
     try:
