@@ -231,10 +231,10 @@ def test_one_run_at_a_time(models, monkeypatch):
     model.prepare_forward(model.embed(model.block(7)), c)
     inside, go = threading.Event(), threading.Event()
     (program, run), *rest = steps = model._steps
-    def slow(given): inside.set(); go.wait(10); return run(given)
+    def slow(given): inside.set(); assert go.wait(60); return run(given)
     monkeypatch.setattr(model, "_steps", [(program, slow), *rest])
     t = threading.Thread(target=model.run_kernels); t.start()
-    inside.wait(10)
+    assert inside.wait(60)
     for f in (model.run_kernels, model.read_output, model.load_weights, model.load_weights_q8, lambda: model.set_block_size(4), lambda: model.prepare_forward(mx.zeros((1, 3, 64)), c)):
         with pytest.raises(RuntimeError, match="under way"): f()
     model.extend(features_for(draft, 3), c)                               # the context may grow meanwhile: buffers are copies

@@ -15,6 +15,10 @@ from vllm_mlx.speculate import SpecCache, SpecStats, stream_generate
 from vllm_mlx.train import train
 from vllm_mlx.train_data import Sample, generate_answers, target_features
 
+# In the place of macmon, with watts; asked for a sample in 30 s and far quicker, so that a busy machine's meter waits for it. Its stamps give every window a length.
+TOOL = """import time
+for i in range(10**6): time.sleep(0.02); print('{"ane_power": %s, "timestamp": "2026-01-05T%%02d:%%02d:%%02d+00:00"}' %% (i // 3600 %% 24, i // 60 %% 60, i %% 60), flush=True)"""
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory): return tmp_path_factory.mktemp("programs")
 
@@ -101,7 +105,7 @@ def test_the_lines_of_a_mac(taught, folder, monkeypatch):
     for module in (d, report): monkeypatch.setattr(module, "why_not", lambda backend: None)
     for module in (d, report): monkeypatch.setattr(module, "load_program", lambda path, backend, precision: Stand(path) if backend == "coreml" else real(path, backend, precision))
     monkeypatch.setattr(report, "compute_units", lambda path: [("conv", "q", "ANE"), ("conv", "k", "ANE"), ("softmax", "p", "CPU")])
-    meter = PowerMeter("macmon", 20, [sys.executable, "-c", "import time\nwhile True: time.sleep(0.02); print('{\"ane_power\": 1.5}', flush=True)"])
+    meter = PowerMeter("macmon", 30_000, [sys.executable, "-c", TOOL % 1.5], wait_s=60)
     text = "\n".join(report.backend_lines(draft, tokenizer, prompts[0], "coreml", context=64, max_tokens=4, seconds=0.2, folder=folder, meter=meter))
     assert text.count("ran on: coreml CPU_AND_NE (a stand-in)") == 2 and text.count("mean 1500 mW") == 2 and text.count("time of a step (median of 10): embed") == 2
     assert "10 operations on ANE, 5 operations on CPU (fc_norm: 1 softmax on CPU; layer0." in text and "not available here" not in text
@@ -179,7 +183,6 @@ def test_power_of_a_block(taught, folder):
     target, tokenizer, draft, prompts, _ = taught
     model = ANEDraftModel(draft, "reference", context=64, folder=folder).load_weights()
     report.prepare_step(model, prompts[0])
-    tool = "import time\nwhile True: time.sleep(0.02); print('{\"ane_power\": 2.0}', flush=True)"
-    said = report._power(model, 0.3, PowerMeter("macmon", 20, [sys.executable, "-c", tool]))
+    said = report._power(model, 0.3, PowerMeter("macmon", 30_000, [sys.executable, "-c", TOOL % 2.0], wait_s=60))
     assert "mean 2000 mW" in said and "mJ a block" in said
     assert "not available here" in report._power(model, 0.05, PowerMeter("macmon", command=["no-such-tool"]))

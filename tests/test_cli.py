@@ -322,19 +322,27 @@ def test_bar_on_a_terminal(tmp_path):
 
 
 def test_ctrl_c_while_it_reads(tmp_path):
-    process = start("demo", "--keep-pct", "1", cwd=tmp_path)
-    assert b"secret code" in process.stdout.readline() # the model is loaded, reading begins
-    time.sleep(1)
+    "As soon as the bar shows, so in the midst of the prompt."
+    mine, theirs = pty.openpty()
+    process = start("demo", "--keep-pct", "1", cwd=tmp_path, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    def more():
+        try: return os.read(mine, 4096)
+        except OSError: return b"" # the other end is closed
+    while b"reading" not in shown and (piece := more()): shown += piece
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert b"Traceback" not in err and b"Exception ignored" not in err and err.strip() == b"vllm_mlx: interrupted"
+    out, _ = process.communicate(timeout=120)
+    while piece := more(): shown += piece
+    os.close(mine)
+    assert process.returncode == 130 and b"secret code" in out
+    assert b"Traceback" not in shown and b"Exception ignored" not in shown and shown.split(b"\r", 1)[-1].strip().endswith(b"vllm_mlx: interrupted")
 
 
 def test_ctrl_c_while_it_loads(tmp_path):
     process = start("ask", "-", QUESTION, stdin=subprocess.PIPE)
-    process.stdin.write(b"some text")
-    time.sleep(1) # it waits for the rest
+    process.stdin.write(b"some text " * 50_000)
+    process.stdin.flush() # that is more than a pipe holds: so it is reading, and waits for the rest
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err.strip()) == (130, b"", b"vllm_mlx: interrupted")
@@ -399,6 +407,26 @@ def test_generate_refuses_a_draft_of_another_model(nano, real, tmp_path, capsys,
         assert (code, out, err.count("\n")) == (2, "", 1) and words in err and repr(folder) in err
 
 
+@pytest.mark.parametrize("name", ["nosuch", "./nowhere", "no/such/folder", "~/no-such-draft", "smollm2-135m-dflash2"])
+def test_generate_names_the_drafts_that_there_are(nano, capsys, monkeypatch, name):
+    monkeypatch.setattr(cli, "open_model", lambda name: nano[0])
+    code, out, err = call("generate", "--model", "nano-hybrid", "--draft", name, "--prompt", "P", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    for words in (f"cannot use {name!r} as a draft", "smollm2-135m-dflash, nano-hybrid-dflash", "no folder", "no Hugging Face id (owner/name)"): assert words in err
+
+
+def test_generate_says_when_the_answer_goes_round_in_circles(nano, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "open_model", lambda name: nano[0])
+    words = ("generate", "--model", "nano-hybrid", "--draft", "none", "--prompt", "def add(a, b):", "--max-tokens", "64")
+    for more in ((), ("--json",)):
+        code, out, err = call(*words, *more, capsys=capsys)
+        assert code == 0 and err.count("\n") == 1 and err.startswith("vllm_mlx: note: the answer repeats itself (") and "--temperature 0.7 may help" in err
+    assert json.loads(out)["repetition"] >= 0.5
+    assert call(*words[:-1], "8", capsys=capsys)[2] == ""                                # too short to tell
+    calm = dict(generation_tokens=100, repetition=0.49, temperature=0.0)
+    assert cli.repetition_line(calm) == "" and "--temperature" not in cli.repetition_line(calm | dict(repetition=0.9, temperature=0.7)) != ""
+
+
 def test_generate_uses_the_chat_template_and_minds_the_context(real, capsys, monkeypatch):
     monkeypatch.setattr(cli, "open_model", lambda name: real)
     lengths = [json.loads(call("generate", "--model", "M", "--prompt", "Hi", "--max-tokens", "1", "--json", *more, capsys=capsys)[1])["prompt_tokens"] for more in ((), ("--raw",))]
@@ -425,6 +453,29 @@ def test_generate_takes_the_shipped_draft_of_its_model(nano, capsys, monkeypatch
 
 # --- train ---
 
+def test_train_help_shows_how(capsys):
+    code, out, err = call("train", "--help", capsys=capsys)
+    assert (code, err) == (0, "")
+    for words in ("Let a model answer prompts, and train a draft on the answers", "  vllm_mlx train --target smollm2-135m --prompts questions.jsonl --output my-draft", "the name of a", "nano-hybrid, smollm2-135m", "--limit-minutes", "--no-bf16"): assert words in out
+    from vllm_mlx.train_command import TRAIN_OPTIONS, train_settings
+    for line in out[out.index("example:"):].splitlines():                               # what it shows is understood
+        if line.startswith("  vllm_mlx train"):
+            given = vars(cli.make_parser(["train"]).parse_args(line.replace("vllm_mlx ", "").split()))
+            assert set(train_settings(given, given["config"])) == set(TRAIN_OPTIONS)
+
+
+@pytest.mark.parametrize("words, phrase", [((), "--target, --prompts and --output are missing"), (("--target", "nano-hybrid"), "--prompts and --output are missing"), (("--config", "smollm2-135m"), "--output is missing, also in smollm2-135m")])
+def test_train_names_all_that_is_missing(words, phrase, capsys):
+    code, out, err = call("train", *words, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and phrase in err
+
+
+def test_a_recipe_and_a_flag_that_takes_back(capsys):
+    from vllm_mlx.train_command import train_settings
+    given = vars(cli.make_parser(["train"]).parse_args(["train", "--config", "smollm2-135m", "--no-bf16", "--output", "mine"]))
+    assert train_settings(given, given["config"])["bf16"] is False and train_settings(given | dict(bf16=None), given["config"])["bf16"] is True
+
+
 def train_words(tmp_path, *more):
     (tmp_path/"p.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"def f{i}(x, y):\n    return")) for i in range(20)))
     (tmp_path/"train.yaml").write_text(f"target: nano-hybrid\nprompts: {tmp_path/'p.jsonl'}\noutput: {tmp_path/'mine'}\nmax-tokens: 20\nblock_size: 4\nlayers: 1\nlr: 2e-3\nbatch: 2\nanchors: 6\nevery: 3\ngenerate_batch: 10\n")
@@ -443,7 +494,10 @@ def test_train_makes_a_draft_that_drives_the_loop(tmp_path, capsys):
 @pytest.mark.parametrize("more, phrase", [
     (("--steps", "few"), "invalid int value: 'few'"),
     (("--learn", "1"), "unrecognized arguments: --learn 1"),
-    (("--config", "missing.yaml"), "missing.yaml does not exist"),
+    (("--config", "missing.yaml"), "missing.yaml does not exist; there are recipes called nano-hybrid, smollm2-135m"),
+    (("--limit-minutes", "0"), "limit_minutes is 0.0: a positive number"),
+    (("--generate-minutes", "soon"), "invalid float value: 'soon'"),
+    (("--init", "nosuch"), "nosuch"),
     (("--steps", "0"), "steps is 0: at least 1"),
     (("--temperature", "warm"), "temperature is 'warm'"),
     (("--block-size", "64"), "max_tokens is 20: more than block_size, 64"),
@@ -490,10 +544,8 @@ def test_train_refuses_what_was_made_for_another_training(tmp_path, capsys):
 def test_train_goes_on_after_ctrl_c(tmp_path):
     "SIGINT to the real process while it trains; the same command then ends in the draft of an undisturbed run."
     words = train_words(tmp_path, "--steps", "30")
-    process = subprocess.Popen([str(COMMAND), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    seen = []
+    process = start(*words, text=True)
     for line in process.stdout:
-        seen.append(line)
         if line.startswith("step      6"): process.send_signal(signal.SIGINT); break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err, err

@@ -10,9 +10,10 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from vllm_mlx.compiled_verify import (FORMS, Graph, bucket, find_head, forward_verifier_states_compiled, forward_with_hidden_states_compiled, forward_with_hidden_states_compiled_whole,
-                                      get_compiled_full_attention_verify_fn, get_compiled_whole_model_verify_fn, lazy_head, make_room, measure_verify, owned, pick_verify, traces_of, verify_with,
-                                      whole_refusal)
-from vllm_mlx.compiled_verify import _owned
+                                      get_compiled_full_attention_verify_fn, get_compiled_whole_model_verify_fn, lazy_head, make_room, measure_verify, owned, pick_verify, traces_of, verify_choices,
+                                      verify_with, whole_refusal)
+from vllm_mlx import compiled_verify
+from vllm_mlx.graphs import _owned, traced_kind
 from vllm_mlx import speculate
 from vllm_mlx.dflash import tiny_draft
 from vllm_mlx.gdn import fast_gdn
@@ -205,8 +206,9 @@ def test_refusals_name_slot_and_class():
     assert 'in slot 0 is padded' in whole_refusal(m, padded)
     m = model('llama')
     assert 'BatchKVCache in slot 0' in whole_refusal(m, batch_cache(m, [0, 2]))
-    quantised = [QuantizedKVCache() for _ in m.layers]
-    assert 'QuantizedKVCache in slot 0' in whole_refusal(m, quantised)
+    assert whole_refusal(m, [QuantizedKVCache() for _ in m.layers]) is None
+    class Own(KVCache): pass
+    assert 'Own in slot 0: only KVCache, QuantizedKVCache' in whole_refusal(m, [Own() for _ in m.layers])
     uneven = filled(m, 20); uneven[1].trim(3)
     assert 'stand at tokens [(17, 17), (20, 20)]' in whole_refusal(m, uneven)
     with pytest.raises(ValueError, match='stand at tokens'): verify_with(m, ids(3), uneven, how='whole')
@@ -267,16 +269,118 @@ def test_graphs_in_another_thread():
     t = threading.Thread(target=work); t.start(); t.join()
     assert len(got) == 2 and all(np.abs(g - np.array(want)).max() < 1e-4 for g in got)
 
-def test_measuring_changes_nothing_and_happens_once(monkeypatch):
+def test_measuring_changes_nothing():
     m = tiny_model('qwen3_5')
     cache, twin = filled(m, 20), filled(m, 20)
     ms = measure_verify(m, cache, 3, [1], repeats=1)
     assert set(ms) == {'plain', 'layers', 'whole'} and cache[2].offset == 20
     assert close(m(ids(3), cache=cache), m(ids(3), cache=twin))
-    calls = []
-    monkeypatch.setattr('vllm_mlx.compiled_verify.measure_verify', lambda model, cache, L, layers: calls.append(L) or dict(plain=2.0, whole=1.0))
-    assert [pick_verify(m, cache, L) for L in (5, 6, 8, 3)] == ['whole'] * 4 and calls == [5, 3]
     with pytest.raises(ValueError, match="'best' is no form"): measure_verify(m, cache, 3, forms=['best'])
+
+def spied(monkeypatch, refuses=()):
+    used = []
+    def spy(how, form):
+        def run(*args):
+            used.append(how)
+            if how in refuses: raise ValueError('not today')
+            return form(*args)
+        return run
+    for how, form in list(FORMS.items()): monkeypatch.setitem(FORMS, how, spy(how, form))
+    return used
+
+@pytest.mark.parametrize('family', ('llama', 'qwen3_5', 'gemma3'))
+def test_auto_tries_each_form_on_real_rounds_and_then_keeps_to_one(family, monkeypatch):
+    "Twelve rounds are twelve forwards: no block is run for the measurement alone."
+    m = tiny_model(family)
+    cache, twin, used = filled(m, 20), filled(m, 20), spied(monkeypatch)
+    for i in range(12):
+        got, want = verify_with(m, ids(4, seed=i), cache, [1]), forward_with_hidden_states_and_rollback(m, ids(4, seed=i), twin, [1])
+        for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2])): assert close(a, b, 2e-5)
+        rollback(cache, got[3], 1 + i % 4); rollback(twin, want[3], 1 + i % 4)
+    forms = ('plain', 'layers') if family == 'gemma3' else ('plain', 'layers', 'whole')
+    trials = 3 * len(forms) - 1                                                    # two times each, and a trace for each compiled form
+    assert len(used) == 12 and {f: used[:trials].count(f) for f in forms} == {f: 2 if f == 'plain' else 3 for f in forms} and len(set(used[trials:])) == 1
+    (row,) = verify_choices(m)
+    assert row['rows'] == 4 and row['tokens'] == 1024 and used[-1] == row['form'] and set(forms) <= set(row)
+    assert pick_verify(m, cache, 3)[1] is None and pick_verify(m, cache, 5)[1] is not None      # 3 rows are about 4; 5 are not
+
+def test_auto_bounds_its_trials(monkeypatch):
+    "A form that refuses, and one that is traced at every call, are given up; the answers stay right."
+    m = tiny_model('llama')
+    cache, used = filled(m, 20), spied(monkeypatch, refuses=('layers',))
+    n = iter(range(10 ** 6))
+    monkeypatch.setattr(compiled_verify, 'traces_of', lambda model: next(n))     # as if each call were traced
+    want = m(ids(3), cache=copy.deepcopy(cache))
+    for i in range(14):
+        logits, *_, records = verify_with(m, ids(3), cache)
+        assert close(logits, want)
+        rollback(cache, records, 0)
+    assert used.count('layers') == 1 and used.count('whole') == 5 and set(used[-3:]) == {'plain'}
+    assert verify_choices(m) == []
+
+def test_auto_forgets_with_the_model_and_tells_sizes_apart():
+    m = tiny_model('llama')
+    cache = filled(m, 20)
+    owned(m)['verify ms'] = {(4, 1024, True, ('KVCache',) * 4): {4: dict(plain=[9, 9], layers=[5, 5], whole=[7, 7])}}
+    assert pick_verify(m, cache, 4) == ('layers', None) == pick_verify(m, cache, 3)
+    for other in (filled(m, 1100), [QuantizedKVCache() for _ in m.layers]): assert pick_verify(m, other, 4)[1] is not None
+    gone, key = weakref.ref(m), id(m)
+    del m
+    assert gone() is None and key not in _owned
+
+def test_an_interrupt_while_auto_waits_takes_the_block_back(monkeypatch):
+    m = tiny_model('qwen3_5')
+    cache, twin = filled(m, 20), filled(m, 20)
+    calls = []
+    real = mx.eval
+    def stopped(*args):
+        calls.append(1)
+        if len(calls) == 2: raise Bad('stop')                                      # the first waits for what was there before
+        return real(*args)
+    monkeypatch.setattr(compiled_verify.mx, 'eval', stopped)
+    with pytest.raises(Bad): verify_with(m, ids(4), cache, [1])
+    monkeypatch.undo()
+    assert close(m(ids(3), cache=cache), m(ids(3), cache=twin)) and cache[2].offset == 23
+
+@pytest.mark.parametrize('family', ('llama', 'qwen3', 'qwen3_5'))
+@pytest.mark.parametrize('bits', (4, 8))
+def test_quantised_caches_in_one_graph(family, bits):
+    "Filled as they are, and quantised on the way; across growth; taken back by every count."
+    m = tiny_model(family, head_dim=32)
+    a, b = filled(m, 240), filled(m, 240)
+    fn = get_compiled_whole_model_verify_fn(m, (1,))
+    to = lambda caches: [c.to_quantized(group_size=32, bits=bits) if hasattr(c, 'to_quantized') else c for c in caches]
+    for i, keep in enumerate((5, 3, 0, 5, 1, 5)):
+        if i == 1: a, b = to(a), to(b)
+        ours, theirs = FORMS['whole'](m, ids(5, seed=i), a, (1,)), forward_with_hidden_states_and_rollback(m, ids(5, seed=i), b, (1,))
+        for p, q in zip((*ours[:2], *ours[2]), (*theirs[:2], *theirs[2])): assert close(p, q, 2e-4 if i else 1e-5), i
+        rollback(a, ours[3], keep); rollback(b, theirs[3], keep)
+    leaf, other = (next(c for c in caches if isinstance(c, QuantizedKVCache)) for caches in (a, b))
+    assert leaf.offset == other.offset == 259 and leaf.keys[0].shape[2] == bucket(leaf.keys[0].shape[2]) and fn.traces == 3          # plain; quantised; a longer buffer
+    for p, q in zip(leaf.keys_and_values()[0], other.keys_and_values()[0]): assert p.shape == q.shape and p.dtype == q.dtype
+    assert close(m(ids(1), cache=a), m(ids(1), cache=b), 2e-4)
+    from_nothing = [QuantizedKVCache(group_size=32, bits=bits) if isinstance(c, KVCache) else c for c in make_prompt_cache(m)]
+    again = [QuantizedKVCache(group_size=32, bits=bits) if isinstance(c, KVCache) else c for c in make_prompt_cache(m)]
+    assert close(FORMS['whole'](m, ids(5), from_nothing)[0], m(ids(5), cache=again), 2e-4)
+
+@pytest.mark.parametrize('family', ('llama', 'qwen3_5'))
+def test_the_loop_as_one_graph_while_the_cache_becomes_quantised(family, monkeypatch):
+    m, tok, prompt = tiny_model(family, head_dim=32), load("nano-hybrid")[1], ids(12)[0].tolist()
+    draft, settings = tiny_draft(m), dict(max_tokens=40, block_size=4, kv_bits=8, kv_group_size=32, quantized_kv_start=30)
+    want = [r.token for r in speculate.stream_generate(m, None, tok, prompt, **{k: v for k, v in settings.items() if k != 'block_size'})]
+    cache, used = make_prompt_cache(m), spied(monkeypatch)
+    got = [r.token for r in speculate.stream_generate(m, draft, tok, prompt, verify='whole', prompt_cache=cache, **settings)]
+    assert got == want and set(used) == {'whole'}                                  # never back to layers
+    assert any(isinstance(c, QuantizedKVCache) for c in cache)
+
+def test_quantised_behind_a_gap():
+    m = model('llama', head_dim=32)
+    a, b = ([SparseKVCache(c.to_quantized(group_size=32, bits=8), np.arange(40) * 3, 130) for c in filled(m, 40)] for _ in range(2))
+    ours, theirs = FORMS['whole'](m, ids(5), a), forward_with_hidden_states_and_rollback(m, ids(5), b)
+    assert close(ours[0], theirs[0], 2e-4) and a[0].offset == 135
+    rollback(a, ours[3], 2); rollback(b, theirs[3], 2)
+    assert close(m(ids(1), cache=a), m(ids(1), cache=b), 2e-4)
+    assert traced_kind(a[0]) is None and traced_kind(a[0].inner) == 'TracedQuantizedKV group_size=32 bits=8'
 
 def test_make_room_keeps_what_is_there():
     for held, rows in ((0, 3), (5, 3), (250, 10), (300, 1), (2040, 20)):

@@ -148,8 +148,9 @@ def features_and_block(config, n, S, seed=1):
     return rng.normal(size=(n, len(config.target_layer_ids) * H)).astype(np.float32), rng.normal(size=(S, H)).astype(np.float32)
 
 
+@pytest.mark.parametrize('fixed', (False, True))
 @pytest.mark.parametrize('shape', SHAPES)
-def test_forward_equals_the_reference(shape):
+def test_forward_equals_the_reference(shape, fixed):
     "Uncached, cached in chunks, and round after round; 1e-5 in float32."
     config = small(**SHAPES[shape])
     draft, n = random_draft(config), 29
@@ -158,10 +159,10 @@ def test_forward_equals_the_reference(shape):
     reference.extend(f)
     wanted = reference.forward(block)
     assert gap(draft.forward(mx.array(block)[None], mx.array(f)[None])[0], wanted) < 1e-5
-    cache = draft.make_cache()
+    cache = draft.make_cache(fixed=fixed)
     for a, b in ((0, 10), (10, 11), (11, 26), (26, 29)): draft.extend(mx.array(f[a:b])[None], cache)
     assert gap(draft.forward(mx.array(block)[None], None, cache)[0], wanted) < 1e-5
-    rounds, reference = draft.make_cache(), Reference(draft)
+    rounds, reference = draft.make_cache(fixed=fixed), Reference(draft)
     for a, b in ((0, 7), (7, 8), (8, 13), (13, 18), (18, 29)):
         _, block = features_and_block(config, 1, 2 + b % 4, seed=b)
         reference.extend(f[a:b])
@@ -179,7 +180,7 @@ def test_any_chunks_any_window_any_gaps(data):
     draft, chunks = random_draft(config), data.draw(st.lists(st.integers(1, 6), max_size=4))
     f, block = features_and_block(config, sum(chunks), data.draw(st.integers(2, 6)))
     positions = np.cumsum(data.draw(st.lists(st.integers(1, 4), min_size=len(f), max_size=len(f)))) if len(f) else np.zeros(0, int)
-    reference, cache, at = Reference(draft), draft.make_cache(), 0
+    reference, cache, at = Reference(draft), draft.make_cache(fixed=data.draw(st.booleans())), 0
     for n in chunks:
         reference.extend(f[at:at + n], positions[at:at + n].tolist())
         draft.extend(mx.array(f[at:at + n])[None], cache, positions[at:at + n])
@@ -188,12 +189,13 @@ def test_any_chunks_any_window_any_gaps(data):
     assert gap(draft.forward(mx.array(block)[None], None, cache, position=start)[0], reference.forward(block, start)) < 1e-5
 
 
-def test_long_context_with_dropped_rows():
+@pytest.mark.parametrize('fixed', (False, True))
+def test_long_context_with_dropped_rows(fixed):
     "A sliding layer that has forgotten most of its rows gives what the reference, which forgets nothing, gives."
     config = small(num_hidden_layers=1, layer_types=['sliding_attention'], sliding_window=9, target_layer_ids=[0])
     draft = random_draft(config)
     f, block = features_and_block(config, 700, 4)
-    cache, reference = draft.make_cache(), Reference(draft)
+    cache, reference = draft.make_cache(fixed=fixed), Reference(draft)
     for a in range(0, 700, 50): draft.extend(mx.array(f[a:a + 50])[None], cache)
     reference.next = 680
     reference.extend(f[680:])
@@ -394,12 +396,12 @@ def test_a_draft_for_another_target_is_refused(changes, message):
 
 # ---------------------------------------------------------------- the cache
 
-@given(st.lists(st.tuples(st.sampled_from(['append', 'trim', 'copy']), st.integers(0, 40)), max_size=30), st.sampled_from([None, 3, 20]), st.sampled_from([None, 5]))
+@given(st.lists(st.tuples(st.sampled_from(['append', 'trim', 'copy']), st.integers(0, 40)), max_size=30), st.sampled_from([None, 3, 20]), st.sampled_from([None, 5]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_cache_is_a_list_of_rows(steps, sliding, bound):
+def test_cache_is_a_list_of_rows(steps, sliding, bound, fixed):
     "Against a plain list. Key and value rows are told apart by their numbers."
     config = small(head_dim=2, **(dict(layer_types=['full_attention', 'sliding_attention'], sliding_window=sliding) if sliding else {}))
-    cache, spec, copies, number = DraftCache(config, sink=2, window=bound, step=8), [], [], 0
+    cache, spec, copies, number = DraftCache(config, sink=2, window=bound, step=8, fixed=fixed), [], [], 0
     for what, n in steps:
         if what == 'append' and n:
             k = mx.arange(number, number + n, dtype=mx.float32).reshape(1, 1, n, 1) * mx.ones((1, 2, n, 2))
@@ -416,7 +418,8 @@ def test_cache_is_a_list_of_rows(steps, sliding, bound):
         for r in cache.rows:
             assert len(r.positions) == len(spec) - r.dropped
             if (pair := r.fetch()) is None: continue
-            keys, values = (np.array(a[0, 0, :, 0]).astype(int) for a in pair)
+            assert not fixed or pair[0].shape[2] % 8 == 0
+            keys, values = (np.array(a[0, 0, :len(r.positions) if fixed else None, 0]).astype(int) for a in pair)
             kept = spec[:r.sink] + spec[len(spec) - (len(r.positions) - min(r.sink, len(spec))):] if r.dropped else spec
             assert keys.tolist() == kept and (-values).tolist() == kept
             assert r.recent is None or len(kept) >= min(len(spec), r.recent)

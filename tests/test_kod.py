@@ -1,10 +1,12 @@
 "Block sizes: the rule against brute force, estimates under any stopping, curves, and a controller that keeps its promises on machines it has never seen."
-import copy, math
+import copy, gc, json, math, threading
 from itertools import accumulate
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from vllm_mlx.kod import (EXAMPLE_COSTS, Acceptance, BlockController, CostCurve, accepted_distribution, as_cost, best_block, estimate_alpha,
+from vllm_mlx.kod import (EXAMPLE_COSTS, Acceptance, BlockController, CostCurve, KodMemory, accepted_distribution, as_cost, best_block, estimate_alpha,
                           expected_tokens, kod_optimal_gamma, simulate)
 
 chances, sizes = st.floats(0, 1), st.integers(1, 40)
@@ -86,16 +88,28 @@ def test_without_forgetting_one_belief_is_the_beta_posterior():
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 16), st.floats(1e-3, 10), st.integers(0, 10_000)), min_size=1, max_size=40), st.integers(-5, 5))
 def test_curve_gives_back_its_medians_and_has_no_unit(samples, power):
-    curve, scaled = CostCurve(), CostCurve()
-    for r, s, c in samples: curve.add(r, s, c), scaled.add(r, s * 2.0**power, c)
+    curve, scaled, level = CostCurve(window=9, follow=0), CostCurve(), CostCurve()
+    for r, s, c in samples: curve.add(r, s, c), scaled.add(r, s * 2.0**power, c), level.add(r, s, c)
     for context in (0, 1500, 9000):
         table = curve.table(16, context)
         assert table.shape == (16,) and (np.isfinite(table) & (table > 0)).all()
-        np.testing.assert_allclose(scaled.table(16, context), table * 2.0**power, rtol=1e-9)
+        np.testing.assert_allclose(scaled.table(16, context), level.table(16, context) * 2.0**power, rtol=1e-9)
         for r in range(1, 17):
             kept = [s for q, s, c in samples if q == r and curve.bucket(c) == curve.bucket(context)][-9:]
             assert curve.count(r, context) == len(kept)
             if kept: assert math.isclose(table[r - 1], sorted(kept)[(len(kept) - 1) // 2], rel_tol=1e-9)
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
+def test_a_size_not_run_again_follows_the_machine(factor):
+    rng, curve, stubborn = np.random.default_rng(0), CostCurve(), CostCurve(follow=0)
+    for speed, sizes in ((1.0, [1, 4] * 31), (factor, [4] * 20)):
+        for r in sizes:
+            t = 10 * r * speed * math.exp(0.05 * rng.standard_normal())
+            curve.add(r, t), stubborn.add(r, t)
+    ratio = lambda c: c.seconds(4) / c.seconds(1)
+    assert abs(ratio(curve) / 4 - 1) < 0.08 and (factor == 1 or abs(ratio(stubborn) / 4 - 1) > 0.12)
+    curve.add(4, 4000.0)                                                  # a hiccup moves nothing
+    assert abs(ratio(curve) / 4 - 1) < 0.08 and abs(curve.seconds(4) / (40 * factor) - 1) < 0.08
 
 def test_prior_may_depend_on_context():
     curve = CostCurve(prior=lambda rows, context: 1 + rows * context / 1024)
@@ -205,3 +219,129 @@ def test_a_block_cut_short_by_the_loop_is_fine():
         g = min(c.next(), 3)
         c.update(g, g - 1, 0.03 + 0.001 * g)
     assert c.stats()["tokens"] > 200 and c.next() > 3
+
+
+# --- what requests share ---
+
+LOOP = dict(head_start=2.0, budget=0.03)
+def sharing(**kw):
+    memory = KodMemory(**kw)
+    return lambda: BlockController(8, memory=memory, **LOOP)
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1), st.floats(1e-3, 10)), min_size=1, max_size=15), min_size=1, max_size=6), st.integers(0, 3))
+def test_a_memory_stays_sound_whatever_its_requests_met(requests, seed):
+    memory, told = KodMemory(), 0
+    for events in requests:
+        c = BlockController(8, memory=memory, seed=seed)
+        mean, sd = c.acceptance.chances()
+        assert ((0 < mean) & (mean < 1) & (sd > 0)).all() and c.acceptance.weight <= max(4, memory.differ) and 1 <= c.next() <= 8
+        for room, luck, seconds in events:
+            g = c.next(room)
+            c.update(g, int(luck * (g - 1) + 0.5), seconds)
+        told += len(events)
+        assert memory.rounds == told and math.isfinite(memory.debt) and memory.trials() >= 0 and memory.pause is not None
+
+def test_what_a_text_is_told_counts_for_few_trials_and_fades():
+    memory, cost = KodMemory(), EXAMPLE_COSTS["staircase"]
+    for s in range(4): simulate(BlockController(8, memory=memory), 0.9, cost, 200, seed=s)
+    c = BlockController(8, memory=memory)
+    assert memory.trials() > 100 and memory.differ / 2 < c.acceptance.weight < memory.differ and c.acceptance.pooled()[0] > 0.8
+    began = c.acceptance.weight
+    simulate(c, 0.9, cost, 400, seed=9)
+    assert c.acceptance.weight < 0.8 * began
+    wrong = memory.acceptance(7)
+    for _ in range(8): wrong.update(7, 0)
+    assert wrong.chances()[0][0] < 0.55                                       # a different text is believed
+    bad = KodMemory()
+    for s in range(4): simulate(BlockController(8, memory=bad, budget=0.5), 0.0, cost, 100, seed=s)
+    good = bad.acceptance(7)
+    assert good.pooled()[0] < 0.2 < 4 < good.weight
+    for _ in range(3): good.update(7, 7)
+    assert good.weight < 4 and good.pooled()[0] > 0.5                         # an alarm: what others taught is dropped
+
+def test_it_keeps_the_shape_that_others_showed():
+    memory, falls = KodMemory(), [0.95, 0.9, 0.8, 0.6, 0.4, 0.3, 0.2]
+    for s in range(6): simulate(BlockController(8, memory=memory), falls, EXAMPLE_COSTS["flat"], 300, seed=s)
+    a = memory.acceptance(7)
+    assert np.abs(a.chances()[0] - falls).mean() < 0.12
+    for _ in range(8): a.update(1, 0)                                      # a bad text: its first position is bad, so all are worse
+    assert (a.chances()[0] < memory.acceptance(7).chances()[0]).all()
+
+@pytest.mark.parametrize("name", EXAMPLE_COSTS)
+def test_short_texts_after_the_first(name):
+    cost, make, seeds = EXAMPLE_COSTS[name], sharing(), range(12)
+    for alpha in (0.5, 0.85):
+        time = [simulate(make(), alpha, cost, 64, seed=s).seconds for s in seeds][1:]
+        best = min(sum(simulate(g, alpha, cost, 64, seed=s).seconds for s in seeds[1:]) for g in range(1, 9))
+        assert sum(time) < best / 0.92, (name, alpha, sum(time) / best)
+
+@pytest.mark.parametrize("n", (24, 64))
+def test_an_always_wrong_draft_loses_its_head_start_once(n):
+    for name, cost in EXAMPLE_COSTS.items():
+        make = sharing()
+        share = [simulate(1, 0, cost, n).seconds / simulate(make(), 0.0, cost, n, seed=s).seconds for s in range(8)]
+        assert share[0] > (0.9 if n == 64 else 0.8) and min(share[1:]) > 0.9 and np.mean(share[1:]) > 0.95, (name, share)
+
+def test_no_single_answer_pays_for_the_winnings_of_others():
+    for name, cost in EXAMPLE_COSTS.items():
+        make = sharing()
+        for s in range(5): simulate(make(), 0.9, cost, 64, seed=s)
+        bad = simulate(make(), 0.0, cost, 64).seconds / cost(1) - 64
+        assert bad < 2 + 4 + 0.03 * 75 + 0.5, (name, bad)                   # head start, what was carried, and the budget
+
+def test_a_parked_pair_comes_back_for_a_good_text():
+    for name, cost in EXAMPLE_COSTS.items():
+        make = sharing()
+        for s in range(5): simulate(make(), 0.0, cost, 64, seed=s)
+        run = simulate(make(), 0.95, cost, 600)
+        assert (np.array(run.blocks[-40:]) > 1).mean() > 0.8, name
+
+def test_requests_in_threads_lose_nothing():
+    memory, errors, rounds = KodMemory(), [], []
+    def work(s):
+        try:
+            for _ in range(4): rounds.append(len(simulate(BlockController(8, memory=memory, seed=s), 0.7, EXAMPLE_COSTS["line"], 60, seed=s, context=900 * s).blocks))
+        except Exception as e: errors.append(e)
+    threads = [threading.Thread(target=work, args=(s,)) for s in range(6)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert not errors and len(rounds) == 24 and memory.rounds == sum(rounds) == max(memory.seen.values())
+
+def test_memories_live_and_die_with_the_pair():
+    from vllm_mlx.kod_memory import _pairs, forget_pair, pair_memory
+    class Thing: pass
+    model, drafts, before = Thing(), [Thing() for _ in range(3)], len(_pairs)
+    memories = [pair_memory(model, d) for d in drafts]
+    assert len({*map(id, memories)}) == 3 and all(pair_memory(model, d) is m for d, m in zip(drafts, memories)) and pair_memory(model, drafts[0], "exact") is not memories[0]
+    del drafts[0]; gc.collect()
+    assert len(_pairs) == before + 2
+    assert forget_pair(model, drafts[0]) and not forget_pair(model, drafts[0])
+    del model; gc.collect()
+    assert len(_pairs) == before
+    found, one, two = [], Thing(), Thing()
+    threads = [threading.Thread(target=lambda: found.append(pair_memory(one, two))) for _ in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len({*map(id, found)}) == 1
+
+RESULTS = Path(__file__).parents[1] / "nbs" / "results"
+
+@pytest.mark.skipif(not (RESULTS / "kod_acceptance.json").exists(), reason="no recorded acceptances")
+def test_on_recorded_answers():
+    "Real acceptances of the shipped draft, simulated times: the memory beside every fixed size, from the second answer on."
+    from vllm_mlx.kod_memory import replay
+    answers = [a | dict(runs={int(g): r for g, r in a["runs"].items()}) for a in json.loads((RESULTS / "kod_acceptance.json").read_text())["answers"]]
+    cost = {1: 1.0, 2: 1.41, 4: 1.62, 6: 1.93, 8: 1.92}
+    orders = [np.random.default_rng(s).permutation(12) for s in range(50, 56)]
+    seconds = lambda make, **kw: [(answers[i], r.seconds) for s, o in enumerate(orders) for i, r in list(zip(o, replay(make(), [answers[i] for i in o], cost, seed=s, **kw)))[1:]]
+    total = lambda rows, kind=None: sum(t for a, t in rows if kind in (None, a["kind"]))
+    plain = lambda kind=None: sum(a["tokens"] - 1 for a, _ in fixed[1] if kind in (None, a["kind"]))
+    fixed, mine = {g: seconds(lambda g=g: lambda: g) for g in range(1, 9)}, seconds(sharing)
+    assert total(mine) < min(map(total, fixed.values())) / 0.95
+    for kind in ("code", "reference", "chat"): assert total(mine, kind) < min(total(f, kind) for f in fixed.values()) / 0.93, kind
+    assert plain("chat") / total(mine, "chat") > 1.05 and min((a["tokens"] - 1) / t for a, t in mine) > 0.85
+    rough = seconds(sharing, noise=0.1, wander=0.2)
+    assert total(rough) < min(map(total, fixed.values())) / 0.93 and plain("chat") / total(rough, "chat") > 0.95
+    wrong = [a | dict(runs={g: [0] * len(r) for g, r in a["runs"].items()}) for a in answers]
+    assert all(r.tokens / r.seconds > 0.9 for r in replay(sharing(), wrong, cost))

@@ -15,7 +15,7 @@ from vllm_mlx.acceptance import chi_square
 from vllm_mlx.dflash import tiny_draft
 from vllm_mlx.gdn import fast_gdn
 from vllm_mlx.layers import text_model
-from vllm_mlx.mirror import (ANEDraftProcessor, Branch, Cancelled, DraftProcessor, EarlyExit, Job, MirrorStats, MLXDraftProcessor, PipelineJudge, Plan, Proposal, Span, WorkerError, align, bench_mirror,
+from vllm_mlx.mirror import (ANEDraftProcessor, Branch, Cancelled, DraftProcessor, EarlyExit, Job, MirrorStats, MLXDraftProcessor, PipelineJudge, Plan, Proposal, Span, WorkerError, align,
                              copy_draft, covered, draft_branches, forward_prefix, forward_suffix, likely_outcomes, make_soft_anchor, measure_conditions, mirror_sd_generate, overlap, parallel_generate,
                              pick_exit_layer, plot_timeline, processor_for, stream_mirror)
 from vllm_mlx.mirror_sim import Costs, break_even, costs_of, gain_map, piped_round, play, plot_gain, run_both, serial_round
@@ -50,7 +50,7 @@ def family(ids):
 def no_thread_is_left():
     yield
     gc.collect()
-    for t in workers(): t.join(2)
+    for t in workers(): t.join(60)
     assert workers() == []
 
 
@@ -466,12 +466,18 @@ def test_failing_worker(name, where, early, family, ids):
         check_cache(model, cache, text[:30 + len(out)]) if out else None
         assert tokens_of(stream_mirror(model, draft, ids, [], max_tokens=5, processor=Told(text), prompt_cache=cache, fall_back=False)) == text[30 + len(out):35 + len(out)]
 
+class Patient(Told):
+    "Only the third job may come too late: on a busy machine any might."
+    def join(self, timeout=None): return super().join(timeout if self.jobs == 3 else 60)
+
 def test_going_on_without_the_worker(family, ids):
     model, draft, text = family("qwen3_5")
-    for kw in (dict(fail_at=3), dict(seconds=lambda n: 0.6 if n == 3 else 0.0)):
+    end = threading.Event()
+    for kw in (dict(fail_at=3), dict(seconds=lambda n: (end.wait(60), 0)[1] if n == 3 else 0)):
         stats = MirrorStats()
-        assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=N, processor=Told(text, **kw), fresh="processor", on_failure="serial", timeout=0.3, block_size="kod", stats=stats, fall_back=False)) == text[30:30 + N]
+        assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=N, processor=Patient(text, **kw), fresh="processor", on_failure="serial", timeout=0.3, block_size="kod", stats=stats, fall_back=False)) == text[30:30 + N]
         assert isinstance(stats.failures[0], WorkerError) and stats.why.startswith("the serial loop goes on alone")
+    end.set()
 
 @pytest.mark.parametrize("early", [False, True])
 def test_failing_target(early, family, ids, monkeypatch):
@@ -498,7 +504,7 @@ def test_two_failures_are_both_told(family, ids, monkeypatch):
     real, calls = mirror.rollback, []
     def failing(*a, **k):
         calls.append(1)
-        if len(calls) == 2: time.sleep(0.05); raise MemoryError("no room")
+        if len(calls) == 2: raise MemoryError("no room")
         return real(*a, **k)
     monkeypatch.setattr(mirror, "rollback", failing)
     stats = MirrorStats()
@@ -510,7 +516,6 @@ def test_unseen_failure_is_warned_of(family, ids):
     model, draft, text = family("llama")
     gen = stream_mirror(model, draft, ids, PROMPT, max_tokens=N, processor=Told(text, fail_at=2), fresh="processor", fall_back=False)
     assert [next(gen).token, next(gen).token] == text[30:32]
-    time.sleep(0.05)
     with pytest.warns(RuntimeWarning, match="worker failed too: OSError"): gen.close()
 
 def test_interrupt_throw_close_and_forgetting(family, ids):
@@ -566,7 +571,7 @@ def test_hanging_worker(family, ids):
     model, draft, text = family("llama")
     cache, out, end = SpecCache(model, draft), [], threading.Event()
     with pytest.raises(WorkerError, match="gave no answer in 0.5 s"):
-        for r in stream_mirror(model, draft, ids, PROMPT, max_tokens=N, processor=Told(text, seconds=lambda n: 0 if n != 3 else (end.wait(), 0)[1]), fresh="processor", fall_back=False, timeout=0.5, prompt_cache=cache): out.append(r.token)
+        for r in stream_mirror(model, draft, ids, PROMPT, max_tokens=N, processor=Patient(text, seconds=lambda n: 0 if n != 3 else (end.wait(), 0)[1]), fresh="processor", fall_back=False, timeout=0.5, prompt_cache=cache): out.append(r.token)
     assert len(workers()) == 1                                                     # it hangs for as long as it likes, and nobody waits
     end.set()
     check_cache(model, cache, text[:30 + len(out)])
@@ -600,7 +605,7 @@ def test_falls_back_and_comes_back(family, ids):
     model, draft, text = family("qwen3_5")
     class Priced(PipelineJudge):
         def __init__(self, price): super().__init__(probe=12, wait=64); self.price, self.looks = price, []
-        def update(self, tokens, seconds): self.looks.append(self.pipe); super().update(tokens, self.price(self.pipe))
+        def update(self, tokens, seconds, counts=True): self.looks.append(self.pipe); super().update(tokens, self.price(self.pipe), counts)
     n = N + 18
     for price, words, ends in ((lambda pipe: 0.8 if pipe else 0.02, "the serial loop is faster", False), (lambda pipe: 0.02, "the pipeline pays", True)):
         stats, judge = MirrorStats(), Priced(price)
@@ -641,10 +646,8 @@ def test_overlap_by_counting(one, two):
     at = lambda spans, t: any(a <= t < b for a, b in spans)
     assert covered(one)[0] == sum(at(one, t) for t in range(40)) and overlap(one, two) == overlap(two, one) == sum(at(one, t) and at(two, t) for t in range(40))
 
-def test_bench_and_conditions(family, ids):
+def test_conditions(family, ids):
     model, draft, text = family("qwen3_5")
-    rows = bench_mirror(model, draft, ids, PROMPT, max_tokens=10, loops={"one": dict(branches=2)}, repeats=1)
-    assert list(rows) == ["plain", "serial", "serial kod", "one"] and all(r["same"] for r in rows.values()) and rows["one"]["report"]["rounds"] > 0
     right = measure_conditions(model, draft, text[:50], first=20)
     assert list(right) == ["fresh", "long", "known", "gap", "early"] and all(0 <= r <= 5 for r in right.values())
     exact = measure_conditions(model, draft, text[:50], first=20, exit_layer=max(draft.config.target_layer_ids))

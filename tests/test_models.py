@@ -499,19 +499,17 @@ def test_names_that_are_nothing(tmp_path):
         with pytest.raises(ValueError, match="floating-point"): load("smollm2-135m", dtype)
 
 HUB = """
-    import time
     from vllm_mlx import models
     models.HUB_SECONDS = 1
-    start = time.monotonic()
     try: models.load("somebody/some-model")
-    except Exception as e: print(type(e).__name__, round(time.monotonic() - start), "|", e)"""
+    except Exception as e: print(type(e).__name__, "|", e)"""
 
 def test_hub_without_a_network(tmp_path):
     out = finish(start(HUB, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path)))
     assert out.startswith("ConnectionError") and "no alias (smollm2-135m, nano-hybrid)" in out and "does not answer" in out
 
 def test_hub_switched_off(tmp_path):
-    assert finish(start(HUB, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))).startswith("ConnectionError 0 |")
+    assert finish(start(HUB.replace("HUB_SECONDS = 1", "HUB_SECONDS = 600"), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))).startswith("ConnectionError |")   # at once: `finish` waits less than that
 
 def test_hub_that_swallows_packets(tmp_path):
     "A server that takes the connection and never answers: an error in seconds, where mlx-lm alone waits for ever."
@@ -519,7 +517,7 @@ def test_hub_that_swallows_packets(tmp_path):
         s.bind(("127.0.0.1", 0))
         s.listen(50)
         out = finish(start(HUB, HF_ENDPOINT=f"http://127.0.0.1:{s.getsockname()[1]}", HF_HOME=str(tmp_path)))
-    assert out.startswith("ConnectionError") and int(out.split()[1]) < 30, out
+    assert out.startswith("ConnectionError"), out        # `finish` waits for three minutes
 
 def test_hub_says_no(tmp_path):
     from http.server import BaseHTTPRequestHandler, HTTPServer

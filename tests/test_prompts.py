@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from vllm_mlx import prompts as P
 from vllm_mlx.models import load
-from vllm_mlx.nano import python_files
+from vllm_mlx.nano import part_of, python_files
 from vllm_mlx.train_data import prompt_tokens
 
 @pytest.fixture(scope='module')
@@ -32,6 +32,42 @@ def test_they_are_the_training_s_own_token_by_token(made, files):
     assert hashlib.sha256(tokens.tobytes()).hexdigest() == AS_TRAINED
     held = json.loads((Path(str(resources.files('vllm_mlx'))) / 'data' / 'draft_prompts.json').read_text(encoding='utf-8'))
     assert held == {'smollm2-135m': {k: P.judged_by(made)[k] for k in ('code', 'reference', 'chat')}, 'nano-hybrid': P.nano_judged_by()}
+
+WINDOWS = '6b0756d83bbb5d8affbc2580147c5c0b90646e0f199b92a6f20b9893971ed64e'         # of the nano hybrid's windows, on the same files
+
+@pytest.fixture(scope='module')
+def windows(files): return P.builtin_windows(load('nano-hybrid')[1], files=files)
+
+def test_the_windows_are_always_the_same(windows, files):
+    if hashlib.sha256(''.join(n + '\0' + t + '\0' for n, t in files.items()).encode()).hexdigest() != FILES: pytest.skip(f'Python {sys.version.split()[0]} has other files than 3.11.7')
+    assert hashlib.sha256(np.concatenate([p.tokens for p in windows]).astype(np.uint16).tobytes()).hexdigest() == WINDOWS
+    assert sum(p.part == 'train' for p in windows) == 3 * 4096
+
+def test_windows_are_of_their_part_and_keep_out_of_the_judgement(windows, files):
+    tokenizer = load('nano-hybrid')[1]
+    assert {(p.part, part_of(p.source)) for p in windows} == {('train', 'train'), ('heldout', 'valid')}
+    assert {len(p.tokens) for p in windows} == {48, 96, 160} and {p.kind for p in windows if p.part == 'train'} == {'code', 'tests', 'reference'}
+    assert len({p.tokens for p in windows}) > .99 * len(windows)
+    judged = [t for ts in P.nano_judged_by({n: t for n, t in files.items() if part_of(n) == 'heldout'}).values() for t in ts]
+    assert not [p.piece for p in windows if any(p.text.strip() and p.text.strip() in t for t in judged)]
+    for p in windows[::50]:
+        name, start = p.piece.rsplit(':', 1)
+        assert files[name][int(start):].startswith(p.text.rstrip('\ufffd')) and tuple(tokenizer.encode(p.text))[:20] == p.tokens[:20]
+
+def test_what_a_training_looks_at_is_not_what_it_is_judged_by(made):
+    judged = {t for ts in P.judged_by(made).values() for t in ts}
+    seen = P.looked_at(made, 32)
+    assert set(seen) == {'code', 'reference', 'chat'} and all(len(ps) == 32 for ps in seen.values()) and not judged & {p.text for ps in seen.values() for p in ps}
+    assert {k: ps[:5] for k, ps in seen.items()} == P.looked_at(made, 5)
+    for n in (0, 33):
+        with pytest.raises(ValueError, match=f'n is {n}: 1 to 32'): P.looked_at(made, n)
+
+def test_who_converses():
+    class Template:
+        chat_template = 'x'
+        def __init__(self, before, after): self.before, self.after = before, after
+        def apply_chat_template(self, messages, **options): return self.before + messages[0]['content'] + self.after
+    assert [P.converses(t) for t in (Template('', '\n'), Template('<user>', ''), Template('', '</s>'), object())] == [False, True, True, False]
 
 def test_no_document_is_in_both_parts(made):
     parts = {}

@@ -473,6 +473,45 @@ def test_bf16_picks_the_same_tokens(name):
         assert ((a.argmax(-1) == b.argmax(-1)) | ~clear).all().item() and clear.sum().item() >= 2
         assert (mx.abs(a - b).max() / mx.abs(b).max()).item() < 5e-2
 
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_the_short_way_for_plain_caches(counts, start):
+    "Cut after cut, what it leaves is what the general way leaves: offsets, records, refusals; and an interrupt in its middle leaves what was."
+    ends = []
+    for short in (True, False):
+        cache = [KVCache() for _ in range(3)]
+        fill = lambda n, seed: [c.update_and_fetch(*mx.random.normal((2, 1, 2, n, 4), key=mx.random.key(seed))) for c in cache]
+        if start: fill(start, 0)
+        records, out = Records(cache, (1, 6)), []
+        fill(6, 1)
+        for r in records.leaves: r.finish(1, 6)
+        for n in counts:
+            try:
+                if n > 6: raise ValueError(n)
+                if not (short and rb._cut_offsets(cache, records, np.array([n]))): rb._cut_all(cache, records, n, None)
+                out.append([(c.offset, c.keys is None, r.at, r.count.tolist()) for c, r in zip(cache, records.leaves)])
+            except ValueError as e: out.append(str(e))
+        ends.append(out)
+    assert ends[0] == ends[1]
+
+def test_an_interrupt_in_the_short_way():
+    cache = [KVCache() for _ in range(3)]
+    fill = lambda n: [c.update_and_fetch(*mx.zeros((2, 1, 2, n, 4))) for c in cache]
+    fill(5); records = Records(cache, (1, 4)); fill(4)
+    for r in records.leaves: r.finish(1, 4)
+    last = records.leaves[-1]
+    class Guarded(type(last)):
+        def __setattr__(self, name, value):
+            if name == 'at' and value == 7: raise KeyboardInterrupt
+            super().__setattr__(name, value)
+    last.__class__ = Guarded
+    with pytest.raises(KeyboardInterrupt): rollback(cache, records, 2)
+    assert [c.offset for c in cache] == [9] * 3 and [r.at for r in records.leaves] == [9] * 3
+    last.__class__ = Guarded.__mro__[1]
+    rollback(cache, records, 2)
+    assert [c.offset for c in cache] == [7] * 3
+    with pytest.raises(ValueError, match='used and released'): rollback(cache, records, 1)
+
 def test_refusals():
     model = small('baichuan_m1', dict(sliding_window=16, sliding_window_layers=[0, 2], conv_window=2, tie_word_embeddings=False))
     cache = make_prompt_cache(model)

@@ -18,8 +18,8 @@ from vllm_mlx.gdn import fast_gdn, gdn_layers
 from vllm_mlx.layers import _find_attention_layers, attention_layout, model_view
 from vllm_mlx.models import TINY_FAMILIES, tiny_model
 from vllm_mlx.rollback import rollback
-from vllm_mlx.split_sdpa import (SPLIT_TABLE, by_batched_keys, by_heads, by_keys, by_rows, check_rule, install_split_attention_hooks, install_split_sdpa_if_hybrid, key_parts,
-                                 measure_split_threshold, pad_small_projections, remove_split_attention_hooks, split_attention, split_attention_hooks)
+from vllm_mlx.split_sdpa import (NEVER, SPLIT_FORMS, SPLIT_TABLE, by_batched_keys, by_heads, by_keys, by_rows, check_rule, install_split_attention_hooks, install_split_sdpa_if_hybrid, key_parts,
+                                 measure_split_threshold, pad_small_projections, remove_split_attention_hooks, split_attention, split_attention_hooks, split_rule)
 from vllm_mlx.verify import forward_with_hidden_states_and_rollback
 
 EVERY = ((32, 0, 'keys'),)
@@ -222,6 +222,19 @@ def test_thresholds():
     assert r['form'] == 'keys' and r['keys'] in (64, 128, None) and [set(row) for row in r['table']] == [{'cached', 'fused', 'keys'}] * 2
     for bad in (dict(lengths=(128, 64)), dict(rows=0), dict(rows=100, lengths=(64,)), dict(forms=('x',))):
         with pytest.raises(ValueError): measure_split_threshold(4, 2, 16, **{'lengths': (64,), **bad})
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=1, max_size=4, unique=True), st.lists(st.sampled_from([256, 1024, 4096]), min_size=1, max_size=3, unique=True), st.integers(1, 3), st.integers(0, 999))
+def test_a_rule_sends_no_measured_case_to_a_form_that_lost(blocks, lengths, shapes, seed):
+    rng = np.random.default_rng(seed)
+    cases = [dict(block=L, cached=M, fused=1.0, **{f: float(rng.choice([0.5, 0.9, 0.94, 0.96, 1.5])) for f in ('heads', 'keys')}) for L in blocks for M in lengths for _ in range(shapes)]
+    rule = split_rule(cases)
+    assert rule == check_rule(rule) and not (rule and rule[-1][1] == NEVER)
+    for c in cases:
+        line = next((l for l in rule if c['block'] <= l[0]), None)
+        if line is not None and c['cached'] >= line[1]: assert c[line[2]] <= 0.95
+        longest = [x for x in cases if x['block'] == c['block'] and x['cached'] == max(lengths)]
+        if any(all(x[f] <= 0.95 for x in longest) for f in ('heads', 'keys')): assert line is not None and line[0] == c['block'] and line[1] <= max(lengths)      # and what wins everywhere is used
 
 @pytest.mark.parametrize('form', ('keys', 'rows', 'heads', 'batched_keys'))
 def test_what_may_not_be_seen_weighs_nothing(form):

@@ -1,15 +1,17 @@
 """Codes that do not depend on company, a cache that behaves like mlx-lm's, attention equal to its specification, and models that are left as they were."""
-import copy
+import copy, json
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models.cache import (BatchKVCache, CacheList, KVCache, LRUPromptCache, QuantizedKVCache, RotatingKVCache, can_trim_prompt_cache, load_prompt_cache, make_prompt_cache,
+                                 save_prompt_cache, trim_prompt_cache)
 
-from vllm_mlx import turboquant
+from vllm_mlx import coded_cache
+from vllm_mlx.compiled_verify import FORMS, get_compiled_whole_model_verify_fn, whole_refusal
 from vllm_mlx.layers import attention_layout, model_view
 from vllm_mlx.models import load, tiny_model
 from vllm_mlx.rollback import rollback
@@ -18,7 +20,8 @@ from vllm_mlx.speculate import stream_generate
 from vllm_mlx.turbo_codec import BITS, Codec, codec, distortion, lloyd_max, reference_codes, reference_decode, rotation
 from vllm_mlx.turboquant import (TurboQuantKVCache, attention_reference, coded_attention, is_patched, key_centers, make_turboquant_cache, patch_attention,
                                  quantize_cache, unpatch_attention)
-from vllm_mlx.turboquant_quality import bench_facts, bench_perplexity, bench_steps, bytes_per_token, ways
+from vllm_mlx.nano import python_corpus
+from vllm_mlx.turboquant_quality import _answer, bench_facts, bench_perplexity, bench_steps, bytes_per_token, main, ways, write_results
 from vllm_mlx.verify import forward_with_hidden_states_and_rollback
 
 PROMPT = np.random.default_rng(0).integers(1, 500, 60).tolist()
@@ -202,6 +205,123 @@ def test_trims_across_the_recent_rows_and_the_growth_of_buffers():
                 back = c.keys_and_values()[0]
                 assert c.offset == m + 2 and error(np.array(rows[..., :m + 2, :]), np.array(back)) < 0.03, (recent, n, t)
 
+
+# --- mlx-lm's functions
+
+PUBLIC = {"update_and_fetch", "keys_and_values", "size", "empty", "is_trimmable", "trim", "make_mask", "nbytes", "state", "from_state", "step"}
+MISSING = {"merge": "rows of a batch with an offset each are not served; without it mlx-lm says so itself", "to_quantized": "it is quantised: without it kv_bits passes it by"}
+
+def test_every_public_method_of_mlx_lms_caches_is_there_or_left_out_on_purpose():
+    "A new mlx-lm with a new method fails here."
+    public = lambda cls: {n for n in dir(cls) if n[0] != "_"}
+    assert public(KVCache) | public(QuantizedKVCache) == PUBLIC | set(MISSING)
+    ours = TurboQuantKVCache(4)
+    assert PUBLIC <= public(TurboQuantKVCache) and not any(hasattr(ours, n) for n in MISSING)
+    batch_only = public(BatchKVCache) - public(KVCache)
+    assert batch_only == {"prepare", "finalize", "filter", "extend", "extract"} and not any(hasattr(ours, n) for n in batch_only)
+
+@pytest.mark.parametrize("recent", [0, 8])
+def test_each_method_answers_as_a_kvcache_does(recent):
+    rows, ours, plain = draw(1, 2, 90, 16), TurboQuantKVCache(4, recent=recent), KVCache()
+    says = lambda c: (c.offset, c.size(), c.empty(), c.is_trimmable(), c.make_mask(1, return_array=False, window_size=None), c.make_mask(5, return_array=False, window_size=None), c.step)
+    array = lambda c: (c.make_mask(3, return_array=True, window_size=None), c.make_mask(3, return_array=False, window_size=2))
+    assert says(ours)[:2] == says(plain)[:2] and ours.empty() and ours.nbytes == plain.nbytes == 0
+    for n, t in ((40, 0), (1, 1), (5, 60), (44, 7)):
+        out = [c.update_and_fetch(rows[..., :n, :], rows[..., :n, :]) for c in (ours, plain)]
+        assert [a.shape for a in out[0]] == [a.shape for a in out[1]] and says(ours) == says(plain) and all(map(same, array(ours), array(plain)))
+        assert [a.shape for a in ours.keys_and_values()] == [a.shape for a in plain.keys_and_values()] and ours.keys_and_values()[0].dtype == mx.float32
+        assert ours.trim(t) == plain.trim(t) and says(ours) == says(plain)
+    again = TurboQuantKVCache.from_state(ours.state)
+    assert same_codes(again, ours) and says(again) == says(ours) and (again.bits, again.recent, again.dims) == (4, recent, (16, 16))
+    with pytest.raises(ValueError, match="never held anything"): TurboQuantKVCache().keys_and_values()
+
+def test_prompt_caches_are_kept_trimmed_and_found_again(tmp_path):
+    "trim_prompt_cache, LRUPromptCache (copies, trims and counts bytes), CacheList, and files of both."
+    model = tiny_model("llama")
+    cache = make_turboquant_cache(model, 4)
+    assert can_trim_prompt_cache(cache)
+    model(mx.array([PROMPT]), cache=cache)
+    lru = LRUPromptCache(max_size=2)
+    lru.insert_cache("m", PROMPT, cache)
+    assert lru.nbytes == sum(c.nbytes for c in cache) > 0
+    same_text, rest = lru.fetch_nearest_cache("m", PROMPT)
+    assert rest == [] and same_text[0] is not cache[0] and same_codes(same_text[0], cache[0])
+    shorter, rest = lru.fetch_nearest_cache("m", PROMPT[:50] + [499, 7])
+    assert rest == [499, 7] and shorter[0].offset == 50 and cache[0].offset == 60
+    fork = copy.deepcopy(cache)
+    assert trim_prompt_cache(fork, 10) == 10 and same(model(mx.array([[499]]), cache=shorter), model(mx.array([[499]]), cache=fork))
+    pair = CacheList(cache[0], cache[1])
+    assert pair.nbytes == cache[0].nbytes + cache[1].nbytes and pair.size() == 60 and pair.trim(3) == 3 and cache[1].offset == 57
+    save_prompt_cache(str(tmp_path / "list.safetensors"), [pair])
+    (back,) = load_prompt_cache(str(tmp_path / "list.safetensors"))
+    assert same_codes(back.caches[1], cache[1]) and back.is_trimmable()
+
+def test_mlx_lm_generates_with_it_and_kv_bits_pass_it_by():
+    model = tiny_model("qwen3")
+    plain, other = make_turboquant_cache(model, 4), make_turboquant_cache(model, 4)
+    text = [t for t, _ in generate_step(mx.array(PROMPT), model, max_tokens=8, prompt_cache=plain)]
+    again = [t for t, _ in generate_step(mx.array(PROMPT), model, max_tokens=8, prompt_cache=other, kv_bits=8, kv_group_size=16, quantized_kv_start=0)]
+    assert text == again and {type(c) for c in other} == {TurboQuantKVCache}
+    drafted = make_turboquant_cache(model, 4) + make_turboquant_cache(model, 4)           # mlx-lm's own speculative decoding, the model as its own draft
+    got = [t for t, *_ in speculative_generate_step(mx.array(PROMPT), model, model, max_tokens=8, num_draft_tokens=2, prompt_cache=drafted)]
+    assert [int(t) for t in got] == [int(t) for t in text]
+    limited = [t for t, _ in generate_step(mx.array(PROMPT), model, max_tokens=4, prompt_cache=make_turboquant_cache(model, 4, recent=16), prefill_step_size=7)]
+    assert len(limited) == 4
+
+def test_batches_are_refused_by_name_and_plain_ones_still_run():
+    model = tiny_model("llama")
+    cache = make_turboquant_cache(model, 4)                                              # the model is patched from here on
+    model(mx.array([PROMPT]), cache=cache)
+    gen = BatchGenerator(model, max_tokens=3)
+    with pytest.raises(ValueError, match="TurboQuantKVCache.*does not yet support batching"):
+        gen.insert([[5]], caches=[cache]); gen.next()
+    gen.close()
+    gen, out = BatchGenerator(model, max_tokens=3), {}
+    ids = gen.insert([PROMPT[:9], PROMPT[:5]])
+    while len([1 for o in out.values() if len(o) == 3]) < 2:
+        _, replies = gen.next()
+        for r in replies: out.setdefault(r.uid, []).append(r.token)
+    gen.close()
+    alone = [[int(t) for t, _ in generate_step(mx.array(PROMPT[:n]), model, max_tokens=3)] for n in (9, 5)]
+    assert [out[i] for i in ids] == alone
+    with pytest.raises(ValueError, match="keeps a BatchKVCache"): quantize_cache(model, [BatchKVCache([0, 2]) for _ in model.layers], 4)
+
+
+# --- as one graph
+
+@pytest.mark.parametrize("family, settings_", [("llama", dict(bits=4)), ("qwen3", dict(bits=2.5, seed=3)), ("qwen3_5", dict(bits=(4, 2))), ("llama", dict(bits=3, centered=True))])
+def test_the_whole_model_as_one_graph(family, settings_):
+    "Blocks up to 32 rows and beyond, across growth, from nothing, every count taken back: as the plain forward, code for code."
+    model, settings_ = tiny_model(family), dict(settings_)
+    centers = key_centers(model, PROMPT) if settings_.pop("centered", False) else None
+    make = lambda: make_turboquant_cache(model, **settings_, centers=centers)
+    a, b, rng = make(), make(), np.random.default_rng(1)
+    assert whole_refusal(model, a) is None
+    for i, (L, keep) in enumerate([(60, 60), (6, 6), (6, 2), (6, 0), (33, 20), (160, 160), (6, 6), (6, 4), (6, 6)]):
+        block = mx.array(rng.integers(1, 500, (1, L)))
+        ours, theirs = FORMS["whole"](model, block, a, [1]), forward_with_hidden_states_and_rollback(model, block, b, [1])
+        assert gap(ours[0], theirs[0]) < 1e-2 and gap(ours[2][0], theirs[2][0]) < 1e-2, i     # a code at a border may fall to either side
+        rollback(a, ours[3], keep); rollback(b, theirs[3], keep)
+    x, y = (next(c for c in caches if isinstance(c, TurboQuantKVCache)) for caches in (a, b))
+    assert x.offset == y.offset == x.coded == 264 and x.dims == y.dims and x.kind == y.kind
+    for p, q in zip(held(x), held(y)): assert p.shape == q.shape and p.dtype == q.dtype and (p != q).mean().item() < 0.01
+    assert get_compiled_whole_model_verify_fn(model, [1]).traces == 5                        # 60 from nothing, 6, 33, 160, and 6 in a longer buffer
+    assert gap(model(mx.array([[3]]), cache=a), model(mx.array([[3]]), cache=b)) < 1e-2
+
+def test_the_loop_as_one_graph():
+    model, tokenizer = tiny_model("qwen3_5"), load("nano-hybrid")[1]
+    text = [int(t) for t, _ in generate_step(mx.array(PROMPT), model, max_tokens=18, prompt_cache=make_turboquant_cache(model, 4))]
+    cache = make_turboquant_cache(model, 4)
+    got = [r.token for r in stream_generate(model, HalfRight(PROMPT + text), tokenizer, PROMPT, max_tokens=18, block_size=6, prompt_cache=cache, verify="whole")]
+    assert got == text[:len(got)] and get_compiled_whole_model_verify_fn(model, [0, 2]).traces >= 1
+    with pytest.raises(ValueError, match="verify is 'whole'.*TurboQuantKVCache in slot 2.*recent"):
+        list(stream_generate(model, HalfRight(PROMPT + text), tokenizer, PROMPT, max_tokens=4, block_size=6, prompt_cache=make_turboquant_cache(model, 4, recent=8), verify="whole"))
+    sparse = make_prompt_cache(tiny := tiny_model("llama"))
+    sparse_prefill(tiny, PROMPT, list(range(0, 60, 2)) + [59], sparse, carry="cache")
+    quantize_cache(tiny, sparse, 4)
+    twin = copy.deepcopy(sparse)
+    assert gap(FORMS["whole"](tiny, mx.array([[7, 8, 9]]), sparse)[0], tiny(mx.array([[7, 8, 9]]), cache=twin)) < 3e-3 and sparse[0].offset == twin[0].offset == 63
+
 # --- attention
 
 @pytest.mark.parametrize("N, L", [(0, 1), (0, 40), (1, 1), (300, 1), (300, 7), (300, 33), (40, 100)])
@@ -218,7 +338,7 @@ def test_attention_equals_its_specification(N, L, recent, monkeypatch):
         for mask in (None, "causal", seen, mx.where(seen, draw(L, T), -1e9), mx.where(seen, 0, -mx.inf), (draw(B, 1, L, T) > 0) | (mx.arange(T) == 0), draw(B, KV * G, L, T), draw(T) * 3, (draw(1, KV * G, 1, T) > 0) | (mx.arange(T) == 0)):
             want = attention_reference(q, k, v, D ** -0.5, mask)
             for piece in (1, 2 ** 22):
-                monkeypatch.setattr(turboquant, "_PIECE", piece)
+                monkeypatch.setattr(coded_cache, "_PIECE", piece)
                 got = coded_attention(q, k, v, D ** -0.5, mask)
                 assert got.shape == want.shape and gap(got, want) < 1e-5
 
@@ -233,7 +353,7 @@ def test_attention_is_near_the_plain_one_and_writes_out_one_piece_at_a_time(monk
     c = TurboQuantKVCache(4); c.update_and_fetch(k, v); seen = c._stand_ins(); mx.eval(c.state)
     peaks = []
     for piece in (2 ** 30, 2 ** 16):
-        monkeypatch.setattr(turboquant, "_PIECE", piece)
+        monkeypatch.setattr(coded_cache, "_PIECE", piece)
         mx.eval(coded_attention(q, *seen, 0.125)); mx.clear_cache()
         base = mx.get_active_memory(); mx.reset_peak_memory()
         mx.eval(coded_attention(q, *seen, 0.125))
@@ -391,7 +511,6 @@ def test_centers_take_off_what_keys_share():
 def test_nano_hybrid_loses_little_and_less_with_more_bits():
     "B88: measured on a trained model."
     model, tok = load("nano-hybrid")
-    from vllm_mlx.nano import python_corpus
     tokens = tok.encode(list(python_corpus("heldout").values())[1][:4000])[:400]
     chosen = {n: w for n, w in ways((2, 3, 4)).items() if n != "uniform 8"}
     with patch_attention(model):
@@ -409,3 +528,41 @@ def test_steps_and_facts_are_measured():
     facts = bench_facts(model, tok, chosen, lengths=(200,), n_cases=1, max_tokens=2)
     assert [(r["way"], r["cases"]) for r in facts] == [(n, 1) for n in chosen] and all(r["correct"] in (0, 1) for r in facts)
     assert bench_facts(model, tok, chosen, budget_s=-1) == []
+
+def test_budgets_stop_and_partial_rows_are_told():
+    "Whatever has been told is a fair comparison: windows and cases that all ways have had."
+    model, tok = load("nano-hybrid")
+    chosen = {n: w for n, w in ways((4,)).items() if n in ("full", "uniform 4", "turboquant 4")}
+    tokens, told = tok.encode(list(python_corpus("heldout").values())[1][:2000])[:200], []
+    with patch_attention(model):
+        rows = bench_perplexity(model, tokens, chosen, window=64, warm=32, windows=3, progress=told.append)
+        assert [len(t) for t in told[:3]] == [1, 2, 3] and len(told) == 9 and [r["tokens"] for r in rows] == [93] * 3
+        assert all({r["tokens"] for r in t} == {31} for t in told[:5]) and {r["tokens"] for r in told[5]} == {62}
+        assert bench_perplexity(model, tokens, chosen, window=64, warm=32, windows=3, budget_s=-1) == []
+        told.clear()
+        facts = bench_facts(model, tok, chosen, lengths=(120,), n_cases=2, max_tokens=3, progress=told.append)
+        assert [[r["cases"] for r in t] for t in told] == [[1] * 3, [2] * 3] and facts == told[-1]
+        told.clear()
+        assert bench_steps(model, chosen, contexts=(64, 128), steps=1, progress=lambda r: told.append(len(r))) and told == [3, 6]
+        assert bench_steps(model, chosen, contexts=(64,), budget_s=-1) == []
+
+def test_a_guess_changes_no_answer():
+    "What one way has said is put to the next as a block: its answer is the one that single steps give."
+    model = tiny_model("qwen3_5")
+    def filled(bits=None):
+        cache = make_turboquant_cache(model, bits) if bits else make_prompt_cache(model)
+        model(mx.array([PROMPT]), cache=cache)
+        return cache
+    for bits in (None, 4):
+        alone = _answer(model, filled(bits), 7, 10, {499})
+        for n in (0, 1, 2, 5, len(alone)): assert _answer(model, filled(bits), 7, 10, {499}, [*alone[:n], *(3 for _ in alone[n:])]) == alone
+        assert _answer(model, filled(bits), 7, 10, {alone[3]}, alone[:4]) == _answer(model, filled(bits), 7, 10, {alone[3]})
+
+def test_the_command_writes_as_it_goes(tmp_path, capsys):
+    out = tmp_path / "found.json"
+    write_results(out, "other", {"bytes": {}}, device="x")
+    assert main(["nano-hybrid", "--windows", "1", "--window", "70", "--warm", "64", "--facts", "1", "--lengths", "120", "--centers", "100", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert set(found["models"]) == {"other", "nano-hybrid"} and set(found["models"]["nano-hybrid"]) == {"bytes", "perplexity", "facts"} and found["dtype"] == "float32"
+    assert len({r["way"] for r in found["models"]["nano-hybrid"]["facts"]}) == len(found["models"]["nano-hybrid"]["bytes"]) == 17 and not list(tmp_path.glob("*.part"))
+    assert main(["no-such-model-anywhere", "--out", str(out)]) == 2 and "no-such-model-anywhere" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from vllm_mlx.layers import attention_layout, text_model
 from vllm_mlx.models import TINY_FAMILIES, tiny_model
 from vllm_mlx.rollback import batch_cache, rollback, rollback_linear_caches
 from vllm_mlx.verify import (find_fa_mask_cache_idx, forward_full_attention_layer_explicit, forward_linear_layer_explicit, forward_with_hidden_states,
-                             forward_with_hidden_states_and_rollback, noting_view)
+                             forward_with_hidden_states_and_rollback, forward_with_hidden_states_padded, noting_view)
 from test_rollback import ALL, FAMILIES, blocks, close, fed, same_cache, small, text, the
 
 @pytest.mark.parametrize('name', [*dict.fromkeys([*TINY_FAMILIES, *ALL])])
@@ -26,6 +26,29 @@ def test_hidden_states(name):
     rollback(cache, records, 3)
     same_cache(cache, fed(model, past, block[:, :3]), 2e-4)
     assert 0 <= find_fa_mask_cache_idx(model) < len(cache)
+
+NO_MASK_ASKED = set()      # families whose attention makes its own mask: refused, and the cache as before
+
+@pytest.mark.parametrize('name', [*dict.fromkeys([*TINY_FAMILIES, *ALL])])
+def test_whole_buffers(name):
+    "The padded forward against the plain one: logits, features, what is left after a cut, a second block, and plain decoding after it."
+    model = tiny_model(name) if name in TINY_FAMILIES else the(name)
+    past, one, other = text(9), text(5, seed=3), text(4, seed=4)
+    theirs, mine = fed(model, past), fed(model, past)
+    try: logits, embed, hidden, records = forward_with_hidden_states_padded(model, one, mine, [0, len(model.layers) - 1])
+    except ValueError as e:
+        assert name in NO_MASK_ASKED and 'asked no cache for a mask of 5 tokens at token 9' in str(e)
+        return same_cache(mine, theirs, 0)
+    assert name not in NO_MASK_ASKED
+    for block, keep in ((one, 3), (other, 4)):
+        if block is other: logits, embed, hidden, records = forward_with_hidden_states_padded(model, other, mine, [0, len(model.layers) - 1])
+        want, embed2, features, spec = forward_with_hidden_states_and_rollback(model, block, theirs, [0, len(model.layers) - 1])
+        assert mx.array_equal(embed, embed2)
+        for a, b in zip([logits, *hidden], [want, *features]): close(a, b, 2e-4)
+        rollback(theirs, spec, keep); rollback(mine, records, keep)
+    same_cache(mine, theirs, 2e-4)
+    close(model(text(1), cache=mine), model(text(1), cache=theirs), 2e-4)
+    if plain := [c for c in mine if type(c) is KVCache]: assert {c.keys.shape[2] for c in plain} == {256}
 
 def test_capture_errors_change_nothing():
     model = tiny_model('qwen3_5')

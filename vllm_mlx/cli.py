@@ -7,8 +7,8 @@ __all__ = ['DEFAULT_MODEL', 'DEMO_TOKENS', 'DEMO_SEED', 'CommandError', 'Parser'
            'add_options', 'block_size', 'temperature', 'add_generate_options', 'make_parser', 'read_text',
            'check_writable', 'open_model', 'open_pipeline', 'room_for_answer', 'progress_bar', 'stream_answer', 'moves',
            'sparse_answer', 'dense_answer', 'warm_up', 'kept_strip', 'reading_line', 'times_line', 'save_picture',
-           'demo_picture', 'pose', 'tell', 'open_draft', 'named_draft', 'speed_line', 'run_generate', 'run_training',
-           'run_ane_report', 'run', 'give_up', 'main']
+           'demo_picture', 'pose', 'tell', 'open_draft', 'named_draft', 'speed_line', 'repetition_line', 'run_generate',
+           'run_training', 'run_ane_report', 'run', 'give_up', 'main']
 
 # %% ../nbs/40_cli.ipynb #b84f0595
 import argparse, contextlib, json, math, os, shutil, sys, tempfile, textwrap, time
@@ -345,13 +345,15 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #bc4982a3
+# %% ../nbs/40_cli.ipynb #e921069b
 def open_draft(
     name:str, # folder or hub id of a DFlash draft
     model     # the model it was made for
 ): # a DFlashDraftModel, bound
-    "Raises CommandError if the draft cannot be loaded or was made for another model."
-    from vllm_mlx.dflash import load_dflash
+    "Raises CommandError if the draft cannot be loaded or was made for another model, or if there is none of that name."
+    from vllm_mlx.dflash import DRAFTS, load_dflash
+    nothing = name not in DRAFTS and not Path(name).expanduser().exists() and not (name.count("/") == 1 and name[0] not in "./~") # a hub id has one slash
+    if nothing: raise CommandError(f"cannot use {name!r} as a draft: it is none of the shipped drafts ({', '.join(DRAFTS)}), no folder here, and no Hugging Face id (owner/name)")
     try: return load_dflash(name, model)
     except Exception as e: raise CommandError(f"cannot use {name!r} as a draft: {textwrap.shorten(str(e), 300)}") from e
 
@@ -370,6 +372,14 @@ def speed_line(
     line = f"{n:,} token{'s' * (n != 1)}, {report['tokens_per_second']:.1f} a second"
     if report["draft"] is None: return line
     return f"{line}; {rounds:,} rounds of {report['tokens_per_round']:.2f} tokens, {report['accepted']:,} of {report['drafted']:,} drafts accepted, {report['plain_steps']:,} plain steps, {report['repetition']:.0%} repeated"
+
+def repetition_line(
+    report:dict # of `run_generate`
+) -> str: # one line; "" for an answer that does not repeat itself much, or has fewer than 32 tokens
+    "A warning for an answer that goes round in circles, as small models do when they always take the likeliest token."
+    if report["generation_tokens"] < 32 or report["repetition"] < 0.5: return ""
+    advice = "; --temperature 0.7 may help" if report["temperature"] == 0 else ""
+    return f"note: the answer repeats itself ({report['repetition']:.0%} of its runs of four tokens occurred before){advice}"
 
 def run_generate(
     options:argparse.Namespace, # as parsed
@@ -393,7 +403,8 @@ def run_generate(
     responses = stream_generate(model, draft, tokenizer, tokens, max_tokens=max_tokens, block_size=options.block_size, temperature=options.temperature, seed=options.seed, stats=stats, progress=moves(bar))
     answer, ttft, _ = stream_answer(responses, bar, (lambda piece: None) if options.json else lambda piece: print(piece, end="", file=out, flush=True))
     report = dict(answer=answer, ttft_s=ttft, model=options.model, draft=name, block_size=options.block_size, temperature=options.temperature, seed=options.seed, **stats.to_dict())
-    print(json.dumps(report, default=lambda x: x.item()) if options.json else f"\n\n{speed_line(report)}", file=out)
+    print(json.dumps(report, default=lambda x: x.item()) if options.json else f"\n\n{speed_line(report)}", file=out, flush=True)
+    if note := repetition_line(report): print(f"vllm_mlx: {note}", file=sys.stderr)
 
 # %% ../nbs/40_cli.ipynb #e3118d29
 def run_training(

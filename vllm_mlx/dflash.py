@@ -7,7 +7,7 @@ __all__ = ['DRAFTS', 'DFlashAttention', 'DFlashLayer', 'embedding_and_head', 'DF
            'tiny_draft', 'draft_folder', 'default_draft', 'load_dflash', 'save_dflash', 'convert_dflash_to_mlx',
            'SPARE', 'DFlashConfig', 'DraftCache', 'default_target_layers', 'visible']
 
-# %% ../nbs/13_dflash.ipynb #d80e9e28
+# %% ../nbs/13_dflash.ipynb #c9316df1
 import json, os, shutil, tempfile
 from dataclasses import fields
 from importlib import resources
@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .draft_state import _ARCHITECTURE, SPARE, DFlashConfig, DraftCache, default_target_layers, visible
+from .graphs import Graph, owned
 from .layers import attention_layout, context_length, text_model
 from .models import cast, find_model, place, same_random_state
 
@@ -89,7 +90,11 @@ class DFlashLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), context, positions, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-# %% ../nbs/13_dflash.ipynb #116518d1
+# %% ../nbs/13_dflash.ipynb #af4460c9
+def _block_body(trunk, x, start, pairs, masks, kinds):
+    for layer, pair, kind in zip(trunk.layers, pairs, kinds): x = layer(x, pair, start, masks[kind])
+    return trunk.norm(x)
+
 class _DFlashTrunk(nn.Module):
     "From embeddings and features to hidden states: all that has weights."
     def __init__(self, config):
@@ -101,7 +106,7 @@ class _DFlashTrunk(nn.Module):
 
     @property
     def dtype(self): return self.norm.weight.dtype
-    def make_cache(self, sink=0, window=None): return DraftCache(self.config, sink, window) # as DraftCache says
+    def make_cache(self, sink=0, window=None, fixed=None): return DraftCache(self.config, sink, window, fixed=fixed) # as DraftCache says
 
     def features(self,
         hidden, # [(B, T, hidden)] outputs of the target's layers `config.target_layer_ids`, in that order
@@ -128,8 +133,10 @@ class _DFlashTrunk(nn.Module):
         at = cache.offset + np.arange(T) if positions is None else np.array(positions).astype(np.int64)
         if at.shape != (T,): raise ValueError(f"positions have shape {at.shape} for {T} rows of features")
         if (np.diff(at, prepend=cache.offset - 1) < 1).any(): raise ValueError(f"positions must increase, and start at {cache.offset} or later: they are {at.tolist()[:8]}")
-        context = self.fuse(features)
-        cache.append([l.self_attn.keys_values(context, at) for l in self.layers], at)
+        if cache.fixed and features.ndim == 3 and 0 < T <= 64: features = mx.pad(features, [(0, 0), (0, -T % 8), (0, 0)])       # the same few shapes round after round
+        context, where = self.fuse(features), int(at[0]) if T and at[-1] - at[0] == T - 1 else at
+        if where is at: context = context[:, :T]
+        cache.append([l.self_attn.keys_values(context, where) for l in self.layers], at)
 
     def forward(self,
         x,             # (B, S, hidden) embeddings of the block
@@ -141,10 +148,14 @@ class _DFlashTrunk(nn.Module):
         if position is not None and position < (end := cache.offset + (0 if features is None else features.shape[1])): raise ValueError(f"position is {position}: the context reaches to {end}")
         if features is not None: self.extend(features, cache)
         start, x = cache.offset if position is None else position, x.astype(self.dtype)
-        queries = start + np.arange(x.shape[1])
-        for i, (layer, rows) in enumerate(zip(self.layers, cache.rows)):
-            x = layer(x, rows.fetch(), start, rows.mask(queries, self.config.window(i), self.config.causal(i)))
-        return self.norm(x)
+        queries, kinds, masks = start + np.arange(x.shape[1]), [(self.config.window(i), self.config.causal(i)) for i in range(len(self.layers))], {}
+        for rows, kind in zip(cache.rows, kinds):
+            if kind not in masks: masks[kind] = rows.mask(queries, *kind)                    # layers of a kind hold the same rows
+        body, pairs, order = _block_body, [rows.fetch() for rows in cache.rows], list(masks)
+        args = [masks[kind] for kind in order], tuple(order.index(kind) for kind in kinds)
+        if not getattr(cache, 'fixed', False) or any(p is None for p in pairs): return body(self, x, start, pairs, *args)
+        if 'block' not in owned(self): owned(self)['block'] = Graph(self, body)              # the shapes repeat: traced once
+        return owned(self)['block'](x, mx.array(start), pairs, *args)
 
 # %% ../nbs/13_dflash.ipynb #d33adb05
 class _DFlashBlocks(_DFlashTrunk):

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['SPARE', 'default_target_layers', 'DFlashConfig', 'visible', 'DraftCache']
 
-# %% ../nbs/12c_draft_state.ipynb #bea9ea76
+# %% ../nbs/12c_draft_state.ipynb #490ad762
 import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+
+from .gdn import gdn_backend
 
 # %% ../nbs/12c_draft_state.ipynb #27be8847
 _ARCHITECTURE = 'DFlashDraftModel'
@@ -161,57 +163,65 @@ def visible(
     if window is not None: seen = seen & (abs(distance) < window)
     return seen & (distance >= 0) if causal else seen
 
-# %% ../nbs/12c_draft_state.ipynb #04c2b4ed
+# %% ../nbs/12c_draft_state.ipynb #bf0cb0c7
 SPARE = 64  # rows that stay beyond what is visible, so that this many can be trimmed
 
 class _Rows:
-    "Context keys and values of one layer, with the position of each row. `recent`: how many of the last rows can be visible (None: all), after `sink` first ones."
-    def __init__(self, sink, recent, step):
-        self.sink, self.recent, self.step = sink, recent, step
+    "Context keys and values of one layer, with the position of each row. `recent`: how many of the last rows can be visible (None: all), after `sink` first ones. `fixed`: attention gets the whole buffer."
+    def __init__(self, sink, recent, step, fixed=False):
+        self.sink, self.recent, self.step, self.fixed = sink, recent, step, fixed
         self.keys = self.values = None
         self.positions, self.dropped = [], 0
 
-    def append(self, keys, values, positions):
-        n, m = len(self.positions), len(self.positions) + len(positions)
-        if self.keys is None or m > self.keys.shape[2]:
-            room = lambda: mx.zeros((*keys.shape[:2], -(-(m - n) // self.step) * self.step, keys.shape[3]), keys.dtype)
-            grown = lambda a: room() if a is None else mx.concatenate([a[..., :n, :], room()], axis=2)
-            self.keys, self.values = grown(self.keys), grown(self.values)
-        self.keys[..., n:m, :], self.values[..., n:m, :] = keys, values
+    def append(self, keys, values, positions): # rows beyond the positions do not count: the next ones take their place
+        n, m, end = len(self.positions), len(self.positions) + len(positions), len(self.positions) + keys.shape[2]
+        if self.keys is None or end > self.keys.shape[2]: self._resize(*((a, [] if old is None else [old[..., :n, :]]) for a, old in ((keys, self.keys), (values, self.values))), n, end)
+        self.keys[..., n:end, :], self.values[..., n:end, :] = keys, values
         self.positions.extend(map(int, positions))
         if self.recent is not None and m > self.sink + self.recent + SPARE + self.step: self._drop(m - self.recent - SPARE, m)
 
+    def _resize(self, keys, values, n, rows):
+        step = max(self.step, 1 << max(0, (rows - 1).bit_length() - 4))
+        room = -(-rows // step) * step - n
+        filled = lambda like, parts: mx.concatenate([*parts, mx.zeros((*like.shape[:2], room, like.shape[3]), like.dtype)], axis=2)
+        self.keys, self.values = filled(*keys), filled(*values)
+
     def _drop(self, first, m):
-        kept = lambda a: mx.concatenate([a[..., :self.sink, :], a[..., first:m, :]], axis=2)
-        self.keys, self.values = kept(self.keys), kept(self.values)
+        kept, n = lambda a: (a, [a[..., :self.sink, :], a[..., first:m, :]]), self.sink + m - first
+        self._resize(kept(self.keys), kept(self.values), n, n)
         self.positions, self.dropped = self.positions[:self.sink] + self.positions[first:], self.dropped + first - self.sink
 
     def fetch(self):
         n = len(self.positions)
-        return (self.keys[..., :n, :], self.values[..., :n, :]) if n else None
+        return None if not n else (self.keys, self.values) if self.fixed else (self.keys[..., :n, :], self.values[..., :n, :])
 
     def trimmable(self): return len(self.positions) - (self.sink + self.recent if self.dropped else 0)
 
     def mask(self, queries, window, causal):
-        "What attention takes as its mask for a block at `queries`: (S, rows + S) bool; None when everything is visible; 'causal' when the block's own order is all."
-        n = len(self.positions)
-        if window is None and self.recent is None: return 'causal' if causal else None          # no look at a long context
-        seen = visible(queries, np.array([*self.positions, *queries]), window, causal)
+        "What attention takes as its mask for a block at `queries`: (S, rows of `fetch` + S) bool; unless `fixed`, None when everything is visible and 'causal' when the block's own order is all."
+        n, S = len(self.positions), len(queries)
+        if not self.fixed and window is None and self.recent is None: return 'causal' if causal else None          # no look at a long context
+        if window is None: seen = np.concatenate([np.ones((S, n), bool), visible(queries, queries, None, causal)], axis=1)
+        else: seen = visible(queries, np.array([*self.positions, *queries]), window, causal)
         if self.recent is not None and n > self.sink + self.recent: seen[:, self.sink:n - self.recent] = False
-        return None if seen.all() else mx.array(seen)
+        if not self.fixed: return None if seen.all() else mx.array(seen)
+        room = np.zeros((S, self.keys.shape[2] - n if n else 0), bool)
+        return mx.array(np.concatenate([seen[:, :n], room, seen[:, n:]], axis=1))
 
-# %% ../nbs/12c_draft_state.ipynb #8dbe26d5
+# %% ../nbs/12c_draft_state.ipynb #fba54360
 class DraftCache:
     "Keys and values of the context, layer by layer; append-only but for `trim`. Nothing of a block is ever in it."
     def __init__(self,
         config,      # DFlashConfig
         sink=0,      # first rows that stay visible when `window` is given
         window=None, # last rows that full-attention layers see; None: all
-        step=256,    # rows by which buffers grow
+        step=256,    # rows by which buffers grow, at least
+        fixed=None,  # whether attention gets whole buffers and a mask, so that its shapes repeat; None: on CUDA
     ):
         if sink < 0 or (window is not None and window < 1): raise ValueError(f"sink is {sink} and window is {window}: at least 0 and 1 are needed")
         spans = [config.window(i) for i in range(config.num_hidden_layers)]
-        self.rows = [_Rows(0, min(w - 1, window or w), step) if w else _Rows(sink if window else 0, window, step) for w in spans]
+        self.fixed = gdn_backend() == 'cuda' if fixed is None else fixed
+        self.rows = [_Rows(0, min(w - 1, window or w), step, self.fixed) if w else _Rows(sink if window else 0, window, step, self.fixed) for w in spans]
         self.offset = 0                                  # position of the next token
 
     @property
@@ -223,7 +233,7 @@ class DraftCache:
     def is_trimmable(self): return True
 
     def append(self, pairs, positions):
-        "Append [(keys, values)] of each layer at `positions`. Raises ValueError for another batch size."
+        "Append [(keys, values)] of each layer at `positions`; rows beyond those are filling. Raises ValueError for another batch size."
         if (old := self.rows[0].keys) is not None and old.shape[0] != pairs[0][0].shape[0]: raise ValueError(f"the cache holds {old.shape[0]} rows of a batch, the features have {pairs[0][0].shape[0]}")
         for rows, (keys, values) in zip(self.rows, pairs): rows.append(keys, values, positions)
         if len(positions): self.offset = int(positions[-1]) + 1
@@ -241,10 +251,10 @@ class DraftCache:
     def copy(self): # DraftCache
         "A cache with the same content, to which appending does not show in this one."
         new = DraftCache.__new__(DraftCache)
-        new.offset, new.rows = self.offset, []
+        new.offset, new.rows, new.fixed = self.offset, [], self.fixed
         for r in self.rows:
-            c = _Rows(r.sink, r.recent, r.step)
+            c = _Rows(r.sink, r.recent, r.step, r.fixed)
             c.positions, c.dropped = list(r.positions), r.dropped
-            if (pair := r.fetch()) is not None: c.keys, c.values = pair       # slices: new array objects
+            if (pair := r.fetch()) is not None: c.keys, c.values = (a[...] for a in pair)       # new array objects
             new.rows.append(c)
         return new

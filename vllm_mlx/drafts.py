@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['heldout_prompts', 'bench_draft', 'best_size', 'draft_table', 'plot_draft', 'plot_speed', 'model_card']
 
-# %% ../nbs/16a_shipped_drafts.ipynb #bf8cf18b
+# %% ../nbs/16a_shipped_drafts.ipynb #ecb620e5
 import json, os, platform, sys, time
 from importlib import resources
 from pathlib import Path
@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from . import __version__
 from .dflash import DRAFTS, default_draft, draft_folder, load_dflash
-from .kod import CostCurve
+from .kod_memory import KodMemory
 from .speculate import SpecStats, repetition, stream_generate
 from .train_data import prompt_tokens
 
@@ -33,7 +33,7 @@ def heldout_prompts(
     wrap = (lambda text: text) if target == "nano-hybrid" else lambda text: [dict(role="user", content=text)]
     return {kind: [wrap(text) for text in texts] for kind, texts in there[target].items()}
 
-# %% ../nbs/16a_shipped_drafts.ipynb #0c372d78
+# %% ../nbs/16a_shipped_drafts.ipynb #858d28f0
 def _run(gen):
     "(tokens, seconds from the first token to the last, last response)"
     tokens, times, last = [], [], None
@@ -42,8 +42,8 @@ def _run(gen):
 
 class _Ways:
     "The same prompt decoded in several ways."
-    def __init__(self, model, draft, tokenizer, max_tokens, seed):
-        self.model, self.draft, self.tokenizer, self.max_tokens, self.seed, self.curve = model, draft, tokenizer, max_tokens, seed, CostCurve()
+    def __init__(self, model, draft, tokenizer, max_tokens, seed, verify="plain"):
+        self.model, self.draft, self.tokenizer, self.max_tokens, self.seed, self.verify, self.memory = model, draft, tokenizer, max_tokens, seed, verify, KodMemory()
 
     def mlx(self, prompt, T):
         mx.random.seed(self.seed)
@@ -51,7 +51,7 @@ class _Ways:
 
     def ours(self, prompt, T, size):
         "`size` None: without a draft."
-        draft, options = (None, {}) if size is None else (self.draft, dict(block_size=size, curve=self.curve))
+        draft, options = (None, {}) if size is None else (self.draft, dict(block_size=size, verify=self.verify, memory=self.memory))
         return _run(stream_generate(self.model, draft, self.tokenizer, prompt, max_tokens=self.max_tokens, temperature=T, seed=self.seed, **options))
 
     def gap(self, prompt, want, got, i):
@@ -100,7 +100,7 @@ def _check_bench(draft, prompts_by_kind, block_sizes, temperatures, repeats, max
     if bad := [b for b in sizes if b != "kod" and not (isinstance(b, int) and b >= 2)]: raise ValueError(f"block_sizes has {bad[0]!r}: 'kod', None for the trained size, or at least 2 is needed")
     return list(dict.fromkeys(sizes))
 
-# %% ../nbs/16a_shipped_drafts.ipynb #58dbda58
+# %% ../nbs/16a_shipped_drafts.ipynb #f1e71945
 def bench_draft(
     model,           # the target, an mlx-lm model
     draft,           # its DFlashDraftModel, bound
@@ -113,6 +113,7 @@ def bench_draft(
     plain=True,      # also mlx-lm's own decoding; without it there is no speedup, and texts are compared with the loop's own
     *,
     speed_prompts=2, # prompts of each kind whose speed is taken
+    verify="plain",  # form of the verification, as in `stream_generate`
     seed=0,          # of what is sampled
     limit_s=None,    # seconds: no further prompt after half of them, no further turn that would not end in time
     say=None,        # called with lines of progress
@@ -122,8 +123,8 @@ def bench_draft(
     sizes, began, runs, gaps, turns = _check_bench(draft, prompts_by_kind, block_sizes, temperatures, repeats, max_tokens), time.perf_counter(), {}, {}, {}
     say, over = say or (lambda line: None), lambda: limit_s is not None and time.perf_counter() - began > limit_s / 2
     prompts = {kind: [list(p) if not isinstance(p, str) and len(p) and isinstance(p[0], (int, np.integer)) else prompt_tokens(tokenizer, p) for p in ps] for kind, ps in prompts_by_kind.items()}
-    ways, result = _Ways(model, draft, tokenizer, max_tokens, seed), _about(model, draft)
-    result["settings"] = dict(prompts={k: len(ps) for k, ps in prompts.items()}, block_sizes=sizes, temperatures=list(map(float, temperatures)), max_tokens=max_tokens, repeats=repeats, speed_prompts=speed_prompts, seed=seed, plain=plain, limit_s=limit_s)
+    ways, result = _Ways(model, draft, tokenizer, max_tokens, seed, verify), _about(model, draft)
+    result["settings"] = dict(prompts={k: len(ps) for k, ps in prompts.items()}, block_sizes=sizes, temperatures=list(map(float, temperatures)), max_tokens=max_tokens, repeats=repeats, speed_prompts=speed_prompts, seed=seed, plain=plain, verify=verify, limit_s=limit_s)
 
     def tell():
         result["acceptance"] = [dict(kind=k, temperature=T, block_size=b) | _acceptance(r, b, gaps.get((k, T, b), [])) for (k, T, b), r in runs.items()]

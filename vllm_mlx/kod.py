@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['EXAMPLE_COSTS', 'accepted_distribution', 'expected_tokens', 'kod_optimal_gamma', 'as_cost', 'best_block',
-           'estimate_alpha', 'Acceptance', 'CostCurve', 'BlockController', 'Simulated', 'simulate']
+           'estimate_alpha', 'Acceptance', 'CostCurve', 'KodMemory', 'BlockController', 'Simulated', 'simulate']
 
-# %% ../nbs/14_kod.ipynb #6a373388
-import math
+# %% ../nbs/14_kod.ipynb #7113076f
+import math, threading
 from collections import deque
 from dataclasses import dataclass
 import numpy as np
+
+_lock = threading.RLock()    # of what requests share: they may run in different threads
 
 # %% ../nbs/14_kod.ipynb #715e1caf
 def accepted_distribution(alpha:float, # probability that a draft is accepted, given that those before it were
@@ -101,7 +103,10 @@ def estimate_alpha(runs,           # [(block size, accepted drafts)], one for ea
     mean = s / (s + f)
     return mean, math.sqrt(mean * (1 - mean) / (s + f + 1))
 
-# %% ../nbs/14_kod.ipynb #6cb19c64
+# %% ../nbs/14_kod.ipynb #0efb1480
+def _logit(p): return math.log(p / (1 - p))
+def _chance(x): return 1 / (1 + math.exp(-min(max(x, -12.0), 12.0)))
+
 class Acceptance:
     "What is believed about the acceptance of each draft position: Beta posteriors, chained from position to position, that forget."
     def __init__(self, positions:int,          # drafts of the largest block
@@ -113,8 +118,8 @@ class Acceptance:
                  per_position:bool=True):      # False: one probability for all positions
         if not (0 < prior < 1 and weight > 0 and half_life > 0 and link > 0 and alarm > 0):
             raise ValueError(f"prior {prior!r}, weight {weight!r}, half_life {half_life!r}, link {link!r}, alarm {alarm!r}: a prior between 0 and 1 and others above 0 are needed")
-        self.hits, self.misses = np.zeros(positions), np.zeros(positions)
-        self.prior, self.weight, self.link, self.per_position, self.keep = prior, weight, link, per_position, 0.5 ** (1 / half_life)
+        self.hits, self.misses, self.blind = np.zeros(positions), np.zeros(positions), (np.full(positions, float(prior)), weight)
+        (self.prior, self.weight), self.link, self.per_position, self.keep = self.blind, link, per_position, 0.5 ** (1 / half_life)
         self.alarm, self.surprise, self.spread = alarm, 0.0, 0.0
 
     def update(self, drafts, accepted): # drafts in the block, how many of them were accepted
@@ -122,46 +127,60 @@ class Acceptance:
         expected = self.chances()[0][:tried]
         self.surprise = 0.89 * self.surprise + accepted - expected.sum()
         self.spread = 0.89**2 * self.spread + (expected * (1 - expected)).sum()
-        self.hits *= self.keep
-        self.misses *= self.keep
-        self.hits[:accepted] += 1
-        if accepted < drafts: self.misses[accepted] += 1
+        self.see(drafts, accepted)
         if abs(self.surprise) > self.alarm * math.sqrt(self.spread + 0.25):
             self.soften()
-            self.surprise = self.spread = 0.0
+            self.prior, self.surprise, self.spread = self.blind[0], 0.0, 0.0
+
+    def see(self, drafts, accepted): # count it, and let what was before fade
+        self.hits *= self.keep
+        self.misses *= self.keep
+        self.weight += (1 - self.keep) * (self.blind[1] - self.weight)
+        self.hits[:accepted] += 1
+        if accepted < drafts: self.misses[accepted] += 1
 
     def soften(self, trials=4.0): # evidence left
-        "Forget all but so many trials' worth: for a fresh look after a pause."
+        "Forget all but so many trials' worth, and half of the prior's: for a fresh look after a pause."
         scale = min(1.0, trials / max(1e-9, self.hits.sum() + self.misses.sum()))
         self.hits *= scale
         self.misses *= scale
+        self.weight = min(self.weight, 0.5 * self.blind[1])
 
-    def pooled(self): # (mean, standard deviation) over all positions
-        n = self.weight + self.hits.sum() + self.misses.sum()
-        mean = (self.prior * self.weight + self.hits.sum()) / n
-        return float(mean), math.sqrt(mean * (1 - mean) / (n + 1))
+    def _level(self, first=0):
+        "(acceptance the prior expects of the trials made from a position on, their mean, trials that this is worth)"
+        tried = (self.hits + self.misses)[first:]
+        n = tried.sum()
+        level = float(tried @ self.prior[first:] / n) if n > 1e-9 else float(self.prior[0])
+        return level, float((level * self.weight + self.hits[first:].sum()) / (self.weight + n)), float(self.weight + n)
+
+    def pooled(self): # (mean, standard deviation) over all trials
+        _, mean, n = self._level()
+        return mean, math.sqrt(mean * (1 - mean) / (n + 1))
 
     def chances(self): # two (positions,) arrays: means and standard deviations
         mean, sd = self.pooled()
         means, sds = np.full(len(self.hits), mean), np.full(len(self.hits), sd)
         if self.per_position:
-            for i, (h, m) in enumerate(zip(self.hits.tolist(), self.misses.tolist())):
-                n = self.link + h + m
-                means[i] = mean = (self.link * mean + h) / n
-                sds[i] = math.sqrt(mean * (1 - mean) / (n + 1))
+            level, mean, worth = self._level(1)                        # the first leans on the later ones: its own trials count once
+            flat, link = self.prior is self.blind[0], min(self.link, worth)
+            for i, (p, h, m) in enumerate(zip(self.prior.tolist(), self.hits.tolist(), self.misses.tolist())):
+                n, start = link + h + m, mean if flat else _chance(_logit(p) + _logit(mean) - _logit(level))     # shifted in log-odds as the one before it
+                means[i] = mean = (link * start + h) / n
+                sds[i], level, link = math.sqrt(mean * (1 - mean) / (n + 1)), p, self.link
         return means, sds
 
     def tokens(self, caution=0.0): # standard deviations to take off (negative: to add). (positions + 1,) tokens of a round of block size 1, 2, ...
         mean, sd = self.chances()
         return np.append(1.0, 1 + np.cumsum(np.cumprod(np.clip(mean - caution * sd, 0, 1))))
 
-# %% ../nbs/14_kod.ipynb #fd0ba000
+# %% ../nbs/14_kod.ipynb #77b44a89
 class CostCurve:
     "Seconds of a round by rows and depth of context: measured medians over a prior shape. It belongs to a machine and a pair of models, so requests may share it."
     def __init__(self, prior=(0.047, 0.0087), # shape before anything is measured, as `as_cost` takes it; its scale is soon forgotten
-                 window:int=9,                # last times a median is taken of
-                 depth:int=1024):             # tokens of context in the first bucket
-        self.prior, self.window, self.depth, self.cells, self._tables = as_cost(prior), window, depth, {}, {}
+                 window:int=31,               # last times a median is taken of
+                 depth:int=1024,              # tokens of context in the first bucket
+                 follow:float=0.15):          # how far a round moves the level of the machine's speed; 0: times are taken as they are
+        self.prior, self.window, self.depth, self.follow, self.level, self.cells, self._tables = as_cost(prior), window, depth, follow, 0.0, {}, {}
 
     def bucket(self, context): # tokens of context. Index of its bucket: 0 below `depth`, then one more for each doubling
         return int(context // self.depth).bit_length()
@@ -173,15 +192,21 @@ class CostCurve:
     def add(self, rows, seconds, context=0): # rows verified, time of the round
         "Raises ValueError for a time that is not above 0, and rows below 1."
         self.check(rows, seconds, context)
-        self.cells.setdefault(self.bucket(context), {}).setdefault(rows, deque(maxlen=self.window)).append(seconds)
-        self._tables.clear()
+        with _lock:
+            cell = self.cells.setdefault(self.bucket(context), {}).setdefault(rows, deque(maxlen=self.window))
+            if len(cell) > 1 and abs(off := math.log(seconds) - math.log(self._middle(cell))) < 0.7: self.level += self.follow * (off - self.level)
+            cell.append(seconds * math.exp(-self.level))
+            self._tables.clear()
+
+    def _middle(self, cell): return sorted(cell)[(len(cell) - 1) // 2]
 
     def count(self, rows, context=None): # times on record for these rows; None: at any depth
-        cells = self.cells.values() if context is None else [self.cells.get(self.bucket(context), {})]
-        return sum(len(c.get(rows, ())) for c in cells)
+        with _lock:
+            cells = self.cells.values() if context is None else [self.cells.get(self.bucket(context), {})]
+            return sum(len(c.get(rows, ())) for c in cells)
 
     def table(self, top, context=0): # (top,) seconds of 1 .. top rows
-        return self._table(self.bucket(context), top)
+        with _lock: return self._table(self.bucket(context), top) * math.exp(self.level)
 
     def seconds(self, rows, context=0): # seconds
         return float(self.table(rows, context)[rows - 1])
@@ -191,22 +216,62 @@ class CostCurve:
         shallower = [b for b in self.cells if b < bucket]
         if self.cells and not shallower and bucket not in self.cells: return self._table(min(self.cells), top)
         out = self._table(max(shallower), top) if shallower else np.array([self.prior(r, bucket and self.depth << (bucket - 1)) for r in range(1, top + 1)])
-        known = {r: sorted(c)[(len(c) - 1) // 2] for r, c in sorted(self.cells.get(bucket, {}).items()) if r <= top}
+        known = {r: self._middle(c) for r, c in sorted(self.cells.get(bucket, {}).items()) if r <= top}
         if known: out = out * np.interp(np.arange(1, top + 1), list(known), [s / out[r - 1] for r, s in known.items()])
         self._tables[bucket, top] = out
         return out
 
-# %% ../nbs/14_kod.ipynb #aebdb127
+# %% ../nbs/14_kod.ipynb #0217f903
+class KodMemory:
+    "What the requests of one target and draft know together: costs, acceptance, the account, and when which size was run. Requests may use it from several threads. Nothing in it holds a model."
+    def __init__(self, curve=None,          # CostCurve; None: a new one
+                 half_life:float=256,       # rounds, over all requests, after which evidence counts half
+                 differ:float=16.0,         # trials that the mean of all texts is worth to the next one, however many there were
+                 carry:float=4.0):          # plain steps of winnings that a request hands to the next one
+        if not (half_life > 0 and differ > 0 and carry >= 0): raise ValueError(f"half_life {half_life!r}, differ {differ!r}, carry {carry!r}: numbers above 0 are needed, for carry at least 0")
+        self.curve, self.half_life, self.differ, self.carry = CostCurve() if curve is None else curve, half_life, differ, carry
+        self.clear()
+
+    def clear(self):
+        "Forget all but the costs, which belong to the machine."
+        with _lock:
+            self.pool, self.debt, self.pause = None, 0.0, None      # pause: (parked, wait, backoff, why) as the last request left it
+            self.rounds = self.drafted = self.explored = 0
+            self.seen = {}                     # block size: round in which it was last run
+
+    def trials(self): # drafts that the belief rests on; fades
+        with _lock: return 0.0 if self.pool is None else float(self.pool.hits.sum() + self.pool.misses.sum())
+
+    def acceptance(self, positions, **settings): # drafts of the largest block; settings of `Acceptance`
+        "The belief that a request begins with."
+        mine = Acceptance(positions, **settings)
+        with _lock:
+            if self.pool is None or len(self.pool.hits) < positions:
+                old, self.pool = self.pool, Acceptance(positions, **{**settings, "half_life": self.half_life})
+                if old is not None: self.pool.hits[:len(old.hits)], self.pool.misses[:len(old.misses)] = old.hits, old.misses
+            if n := self.trials(): mine.prior, mine.weight = self.pool.chances()[0][:positions], max(mine.weight, n * self.differ / (n + self.differ))
+        return mine
+
+    def note(self, block, accepted, change, step): # of a round; seconds by which the account changed, and of a plain step
+        with _lock:
+            self.rounds, self.seen[block] = self.rounds + 1, self.rounds + 1
+            self.debt = max(-self.carry * step, self.debt + change)
+            if block > 1:
+                self.drafted += 1
+                self.pool.see(block - 1, accepted)
+
+# %% ../nbs/14_kod.ipynb #13442ac1
 class BlockController:
-    "Chooses block sizes from accepted drafts and times. For one request; the `curve` may be shared by many."
+    "Chooses block sizes from accepted drafts and times. For one request; the `memory` may be shared by many."
     def __init__(self, trained:int,           # block size the draft was trained at: anchor and drafts
-                 curve=None,                  # CostCurve; None: a new one
+                 curve=None,                  # CostCurve; None: the memory's
                  *,
+                 memory=None,                 # KodMemory of earlier requests; None: a new one
                  max_block:int|None=None,     # largest block; None: the trained one
                  allow_larger:bool=False,     # may max_block exceed the trained size?
                  caution:float=0.0,           # standard deviations taken off each acceptance
                  hope:float=0.5,              # standard deviations added before speculation is parked
-                 budget:float=0.05,           # share of the time that may be lost against plain decoding
+                 budget:float=0.04,           # share of the time that may be lost against plain decoding
                  head_start:float=4.0,        # and plain steps that may be lost besides
                  credit:float=16.0,           # plain steps of winnings that may be staked
                  first_wait:int=16, longest_wait:int=64, # plain tokens between probes
@@ -218,19 +283,22 @@ class BlockController:
         if self.max_block < 2: raise ValueError(f"the largest block is {self.max_block}: at least 2 are needed, the anchor and a draft")
         if self.max_block > trained and not allow_larger:
             raise ValueError(f"max_block is {self.max_block}, the draft was trained at {trained}: pass allow_larger=True to exceed it")
-        self.curve, self.acceptance = CostCurve() if curve is None else curve, Acceptance(self.max_block - 1, **acceptance)
+        self.memory = KodMemory(curve) if memory is None else memory
+        self.curve, self.acceptance = self.memory.curve if curve is None else curve, self.memory.acceptance(self.max_block - 1, **acceptance)
         self.caution, self.hope, self.budget, self.head_start, self.credit = caution, hope, budget, head_start, credit
         self.first_wait, self.longest_wait, self.probe_every, self.rng = first_wait, longest_wait, probe_every, np.random.default_rng(seed)
-        self.parked, self.wait, self.backoff, self.debt, self.elapsed, self.context = True, 0, first_wait, 0.0, 0.0, 0
+        self.elapsed, self.context, self.since, self.last, self.held, self.debt = 0.0, 0, 0, 1, {}, self.memory.debt
         self.rounds = self.tokens = self.plain = self.parks = self.probes = 0
-        self.since = self.explored = 0        # rounds since speculation began, and at the last exploration
-        self.last, self.seen, self.held, self.why = 1, {}, {}, ""
+        self.parked, self.wait, self.backoff, self.why = self.memory.pause or (True, 0, first_wait, "")
+        if self.memory.pause and self.gains(-2 * hope).max() > 1: self.parked, self.backoff = False, first_wait     # texts differ: this one may be better
         self._decide()
 
     def next(self, room:int|None=None) -> int: # tokens that may still be emitted; gives the block size, 1: plain decoding
         "Size of the next block. Asking changes nothing."
         return self.choice if room is None else max(1, min(self.choice, room))
 
+# %% ../nbs/14_kod.ipynb #a2dbdae3
+class BlockController(BlockController):
     def update(self, block:int,      # size of the block that was run
                accepted:int,         # drafts accepted, 0 to block - 1
                seconds:float,        # time of the round, drafting to rollback; without one-off work
@@ -240,21 +308,28 @@ class BlockController:
         if not 0 <= accepted < block: raise ValueError(f"accepted is {accepted!r}: 0 to {block - 1} are possible in a block of {block}")
         self.curve.check(block, seconds, context)
         self.rounds, self.tokens, self.plain, self.elapsed = self.rounds + 1, self.tokens + accepted + 1, self.plain + (block == 1), self.elapsed + seconds
-        self.context, self.last, self.seen[block] = context, block, self.rounds
-        foreseen, loss = self.curve.seconds(block, context), 0.0
-        if block > 1 and block not in self.held and not self.curve.count(block, context) and seconds > 4 * foreseen:
-            self.held[block] = seconds, foreseen      # a compilation or a hiccup: believed if it comes twice
-        else:
-            early, charged = self.held.pop(block, (None, 0.0))
-            if early: self.curve.add(block, early, context)
-            self.curve.add(block, seconds, context)
-            if early: loss = self.curve.seconds(block, context) - charged
+        self.context, self.last = context, block
+        change = self._told(block, seconds, context) - self.budget * seconds
+        cost = self.curve.table(self.max_block, context)
         if block > 1:
             self.since += 1
             self.acceptance.update(block - 1, accepted)
-            cost = self.curve.table(self.max_block, context)
-            self.debt = max(-self.credit * cost[0], self.debt + loss + cost[block - 1] - (accepted + 1) * cost[0])
+            change += cost[block - 1] - (accepted + 1) * cost[0]
+        self.debt = max(-self.credit * cost[0], self.debt + change)
+        self.memory.note(block, accepted, change, cost[0])
         self._decide()
+        self.memory.pause = self.parked, self.wait, self.backoff, self.why
+
+    def _told(self, block, seconds, context):
+        "Put a time on record; gives what an earlier round cost more than was charged for it."
+        foreseen = self.curve.seconds(block, context)
+        if block > 1 and block not in self.held and not self.curve.count(block, context) and seconds > 4 * foreseen:
+            self.held[block] = seconds, foreseen      # a compilation or a hiccup: believed if it comes twice
+            return 0.0
+        early, charged = self.held.pop(block, (None, 0.0))
+        if early: self.curve.add(block, early, context)
+        self.curve.add(block, seconds, context)
+        return self.curve.seconds(block, context) - charged if early else 0.0
 
     def gains(self, caution=None): # (max_block,) speed of each block size over plain decoding
         cost = self.curve.table(self.max_block, self.context)
@@ -265,9 +340,11 @@ class BlockController:
         return dict(block=self.choice, drafts=self.choice - 1, why=self.why, parked=self.parked, gain=float(self.gains()[self.choice - 1]), alpha=alpha, alpha_sd=sd,
                     rounds=self.rounds, plain_steps=self.plain, tokens=self.tokens, parks=self.parks, probes=self.probes, lost_seconds=float(self.debt), seconds=self.elapsed)
 
+# %% ../nbs/14_kod.ipynb #7a5e2e8b
+class BlockController(BlockController):
     def _decide(self):
         cost = self.curve.table(self.max_block, self.context)
-        can = self.debt + cost - cost[0] <= self.head_start * cost[0] + self.budget * self.elapsed
+        can = self.debt + cost - cost[0] <= self.head_start * cost[0]
         if self.curve.count(1, self.context) < 2: self.choice, self.why = 1, "plain is measured"
         elif self.parked: self._while_parked(cost, can)
         else: self._while_speculating(cost, can)
@@ -275,7 +352,7 @@ class BlockController:
     def _park(self, wait, why): self.parked, self.wait, self.choice, self.why = True, wait, 1, why
 
     def _while_parked(self, cost, can):
-        self.wait -= self.last == 1
+        self.wait -= self.last == 1 and self.rounds > 0
         self.choice = 1
         if self.wait > 0: return
         could = can & (np.arange(1, self.max_block + 1) * cost[0] > cost)             # all accepted, it would win
@@ -283,12 +360,12 @@ class BlockController:
         if not could[1:].any():
             if self.why != "no block can win": return self._park(8 * self.longest_wait, "no block can win")
             could = can
-        self.acceptance.soften()
-        self.parked, self.since, self.explored, self.probes = False, 0, 0, self.probes + 1
+        self.acceptance.soften(6.0)
+        self.parked, self.since, self.probes, self.memory.explored = False, 0, self.probes + 1, self.memory.drafted
         self.choice, self.why = 2 + int(np.where(could, self.gains(), 0)[1:].argmax()), "probe"
 
     def _while_speculating(self, cost, can):
-        gains, hopes = self.gains(), self.gains(-self.hope)
+        gains, hopes = self.gains(), self.gains(-self.hope * (2 if self.rounds < 3 else 1))
         best = 1 + int(np.where(can, gains, 0).argmax())
         if best == 1 and (np.where(can, hopes, 0) > 1).any(): best = 1 + int(np.where(can, hopes, 0).argmax())
         if best == 1 and hopes.max() > 1: return self._park(self.first_wait, "account")
@@ -300,13 +377,13 @@ class BlockController:
         if self.since >= 8: self.backoff = self.first_wait
         self.choice, self.why = best, "best"
         other = self._explore(gains, cost, best)
-        if other and can[other - 1]: self.choice, self.why, self.explored = other, "explore", self.since
+        if other and can[other - 1]: self.choice, self.why, self.memory.explored = other, "explore", self.memory.drafted
 
     def _explore(self, gains, cost, best): # block size worth a look, or None
-        sizes = range(2, self.max_block + 1)
+        sizes, rested = range(2, self.max_block + 1), self.memory.drafted - self.memory.explored
         once = [g for g in sizes if self.curve.count(g) == 1]
         if self.last in once: return self.last
-        if self.since - self.explored >= 4:
+        if rested >= 4:
             if once: return once[0]
             hope, low = {}, cost[0]
             for g in sizes:
@@ -314,10 +391,10 @@ class BlockController:
                 else: hope[g] = gains[g - 1] * cost[g - 1] / ((min(low, cost[g - 1]) + cost[g - 1]) / 2)
             hope = {g: h for g, h in hope.items() if h > gains[best - 1]}
             if hope: return max(hope, key=hope.get)
-        if self.since - self.explored >= self.probe_every:
+        if rested >= self.probe_every:
             odd = lambda g: cost[g - 1] > 1.1 * cost[g:].min(initial=math.inf)         # dearer than more rows: the time may be wrong
             near = [1] + [g for g in sizes if g != best and (gains[g - 1] > 0.8 * gains[best - 1] or odd(g))]
-            return min(near, key=lambda g: self.seen.get(g, 0))
+            return min(near, key=lambda g: self.memory.seen.get(g, 0))
 
 # %% ../nbs/14_kod.ipynb #a86eaa8e
 @dataclass

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['CLAIMED', 'Costs', 'serial_round', 'piped_round', 'break_even', 'Played', 'run_both', 'play', 'costs_of', 'gain_map',
-           'plot_gain']
+           'plot_gain', 'alpha_of', 'measured_costs', 'foresee']
 
-# %% ../nbs/24a_mirror_simulation.ipynb #a9d0f7f7
+# %% ../nbs/24a_mirror_simulation.ipynb #601f70a4
 import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from .kod import expected_tokens
-from .mirror import Span
+from .processors import Span
 
 # %% ../nbs/24a_mirror_simulation.ipynb #a07d53f6
 @dataclass
@@ -124,25 +124,27 @@ def play(
     out.seconds = now
     return out
 
-# %% ../nbs/24a_mirror_simulation.ipynb #46f45d41
+# %% ../nbs/24a_mirror_simulation.ipynb #27320a4a
 def costs_of(
-    stats,       # MirrorStats of a run with `fall_back=False` and `fresh='processor'`
+    stats,       # MirrorStats of a run with `fall_back=False`
     plain=None,  # seconds of a plain step
     verify=None, # seconds of a verification without a draft beside it; None: as it was beside one
     branches=1,  # of that run
+    draft=None,  # seconds of a fresh draft, where the run made none; None: as it made them, on either side
+    over=0.0,    # seconds of a round in which neither side worked or waited
 ):               # Costs
     "Medians of the phases. Raises ValueError for a run that lacks one."
     times = {}
     for s in stats.spans: times.setdefault((s.side, s.what), []).append(s.end - s.begin)
     median = lambda *key: float(np.median(times[key])) if key in times else None
     prefix, beside = median("target", "prefix") or 0.0, median("target", "verify") or (median("target", "prefix") or 0) + (median("target", "suffix") or 0)
-    fresh, ahead = median("draft", "fresh"), median("draft", "ahead")
+    fresh, ahead = median("draft", "fresh") or median("target", "fresh") or draft, median("draft", "ahead")
     if not beside or fresh is None or ahead is None: raise ValueError(f"the run has phases {sorted({w for _, w in times})}: a verification, a fresh draft and one made ahead are needed")
     alone = beside if verify is None else min(verify, beside)
     slow = max(1.0, ahead / (fresh * branches))
-    return Costs(alone, fresh, ahead / slow, prefix * alone / beside, plain, 0.0, max(1.0, beside / alone), slow)
+    return Costs(alone, fresh, ahead / slow, prefix * alone / beside, plain, over, max(1.0, beside / alone), slow)
 
-# %% ../nbs/24a_mirror_simulation.ipynb #b234617f
+# %% ../nbs/24a_mirror_simulation.ipynb #58798f16
 CLAIMED = {"27B on ANE, drafted before verification [claimed]": (0.192 / 0.163, 0.55), "27B on ANE, early exit [claimed]": (0.192 / 0.163, 0.33)} # (draft / verify, hit rate)
 
 def gain_map(
@@ -170,10 +172,45 @@ def plot_gain(
     from vllm_mlx.plots import COLORS, plot_heatmap
     fig = plot_heatmap(gain, [f"{h:.2g}" for h in hits], [f"{r:.2g}" for r in ratios], "time of a draft / of a verification", "hit rate", label="speed over the serial loop", vmin=0.6, vmax=1.8, height=3.2)
     ax, where = fig.axes[0], {}
-    for mark, (name, (r, h)) in zip("*^sDv", (points or {}).items()):
-        where[name] = float(np.interp(math.log(r), np.log(ratios), range(len(ratios)))), float(np.interp(h, hits, range(len(hits))))
+    for i, (name, (r, h)) in enumerate((points or {}).items()):
+        mark, where[name] = "*^sDvoPX"[i % 8], (float(np.interp(math.log(r), np.log(ratios), range(len(ratios)))), float(np.interp(h, hits, range(len(hits)))))
         ax.plot(*where[name], mark, ms=9, color=COLORS["draft"], markeredgecolor="white", label=name)
     ax.invert_yaxis()
-    if where: ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
+    if where: ax.legend(fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, ncols=1 if len(where) < 4 else 2)
     fig.data["points"] = where
     return fig
+
+# %% ../nbs/24a_mirror_simulation.ipynb #44bdb086
+def alpha_of(
+    tokens, # a round, 1 to block
+    block,  # anchor and drafts
+):          # acceptance probability, 0 to 1
+    "The probability that gives so many tokens a round: `expected_tokens` the other way round."
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        mid = (low + high) / 2
+        low, high = (mid, high) if expected_tokens(mid, block) < tokens else (low, mid)
+    return (low + high) / 2
+
+def measured_costs(
+    result, # of `mirror_bench.bench_mirror`: a dict, as its JSON file holds it
+    loop,   # name of a pipeline in it
+):          # (Costs, dict(block, alpha of fresh drafts, alpha_ahead, hit, alpha_serial))
+    "Costs and probabilities of a measured pipeline. Raises ValueError for a loop that is not there, or whose costs are not."
+    if loop not in result["costs"]: raise ValueError(f"loop is {loop!r}: {', '.join(result['costs'])} were measured")
+    if "missing" in (c := result["costs"][loop]): raise ValueError(f"{loop}: {c['missing']}")
+    row, block, serial = result["loops"][loop]["all"], result["settings"]["block_size"], result["serial"]["tokens_per_round"]
+    return Costs(**c), dict(block=block, alpha=alpha_of(row["fresh"] or serial, block), alpha_ahead=alpha_of(row["ahead"] or serial, block), hit=row["hit_rate"], alpha_serial=alpha_of(serial, block))
+
+def foresee(
+    result,       # as in `measured_costs`
+    tokens=20000, # played
+):                # [dict(loop, draft / verify, hit, break_even, simulated, measured)]: both speeds over the serial loop's; measured None: no turn was timed
+    "What the simulation says of a measured run, beside what was measured."
+    rows, fastest = [], {r["name"]: r["over_serial"][0] for r in result["speed"] if r["kind"] == "all" or len(result["settings"]["prompts"]) == 1}
+    for loop in result["costs"]:
+        try: c, p = measured_costs(result, loop)
+        except ValueError: continue
+        alone = play(c, p["alpha_serial"], p["block"], tokens=tokens).rate
+        rows.append({"loop": loop, "draft / verify": c.draft / c.verify, "hit": p["hit"], "break_even": break_even(c), "simulated": play(c, p["alpha"], p["block"], p["hit"], p["alpha_ahead"], tokens).rate / alone, "measured": fastest.get(loop)})
+    return rows

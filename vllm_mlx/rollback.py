@@ -8,8 +8,8 @@ __all__ = ['STACK', 'cache_leaves', 'take_snapshot', 'put_back', 'rollback_by_re
            'batch_cache', 'LayerRecord', 'rollback_linear_caches', 'layer_view', 'Records', 'Recording', 'rollback',
            'bench_rollback']
 
-# %% ../nbs/11_rollback.ipynb #b6415dc1
-import copy, inspect
+# %% ../nbs/11_rollback.ipynb #dc580ec5
+import copy, functools, inspect
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 
@@ -142,10 +142,13 @@ def advance_mamba2_states(
     Bs = mx.repeat(Bs.astype(mx.float32), x.shape[2] // Bs.shape[2], axis=2)                  # (B, L, H, N)
     return weighted.transpose(0, 2, 3, 1) @ Bs.transpose(0, 2, 1, 3) + mx.exp(total[:, -1])[..., None, None] * state
 
-# %% ../nbs/11_rollback.ipynb #104d586d
+# %% ../nbs/11_rollback.ipynb #aa2ab361
 _TRIMS = dict(BatchKVCache='_idx', BatchRotatingKVCache='_offset')          # where a leaf counts its tokens, if not in `offset`
 
-def _position(leaf): return getattr(leaf, next((a for c, a in _TRIMS.items() if c in [k.__name__ for k in type(leaf).__mro__]), 'offset'), None)
+@functools.lru_cache(64)
+def _counter(cls): return next((a for c, a in _TRIMS.items() if c in [k.__name__ for k in cls.__mro__]), 'offset')
+
+def _position(leaf): return getattr(leaf, _counter(type(leaf)), None)
 
 def _rotates(leaf): return isinstance(leaf, (RotatingKVCache, BatchRotatingKVCache))
 
@@ -165,6 +168,7 @@ class KVRecord:
 
     @classmethod
     def of(cls, place, leaf, wrapper=None, L=0):
+        if wrapper is None and type(leaf) is KVCache and leaf.keys is not None: return cls(place, leaf, dict(offset=leaf.offset), leaf.offset)
         moves = _rotates(leaf) or isinstance(leaf, ConcatenateKVCache) or (isinstance(leaf, ChunkedKVCache) and leaf.offset - leaf.start_position + L > leaf.chunk_size)
         light = hasattr(leaf, 'keys') and leaf.keys is not None and not moves   # its rows stay where they are until a new one is written over them
         before = _held({k: v for k, v in vars(leaf).items() if not (light and k in ('keys', 'values'))})
@@ -237,6 +241,25 @@ def _cut_kv(r, counts):
     if r.fed == 0 or (counts == r.count).all(): return
     (_cut_rotating if _rotates(r.leaf) else _cut_batch if isinstance(r.leaf, BatchKVCache) else _cut_trimmed)(r, counts)
     r.at, r.count = r.position(), counts
+
+# %% ../nbs/11_rollback.ipynb #adbc3201
+def _cut_offsets(
+    cache,   # list of cache entries
+    records, # Records of the block
+    counts,  # (B,) tokens to keep
+):           # False, and nothing was done, when a leaf is of another kind, or does not stand where the block left it
+    "Plain caches, the same count for all rows: only the numbers of rows that count go down."
+    leaves, n, B = records.leaves, int(counts[0]), len(counts)
+    plain = len(cache) == len(leaves) and all(c is r.leaf and type(c) is KVCache and r.wrapper is None and c.offset == r.at and r.fed == r.L and r.batch == B
+                                              and n <= r.at - r.start and (n or 'keys' not in r.before) for c, r in zip(cache, leaves))
+    if not plain or (counts != n).any(): return False
+    held = [(r, r.at, r.count) for r in leaves]
+    try:
+        for r in leaves: r.leaf.offset = r.at = r.start + n; r.count = counts
+    except BaseException:
+        for r, at, count in held: r.leaf.offset = r.at = at; r.count = count
+        raise
+    return True
 
 # %% ../nbs/11_rollback.ipynb #b34b511e
 def batch_cache(
@@ -608,7 +631,7 @@ class Recording:
             _explain(r, *self.records.shape, *seen.get(id(r), ([], [])))
             self.records[r.place[0] if r.layer is None else r.layer] = r
 
-# %% ../nbs/11_rollback.ipynb #2c1301d7
+# %% ../nbs/11_rollback.ipynb #efc37924
 def rollback(
     cache,      # the cache list that the block was run on, cut in place
     records,    # Records of that block
@@ -618,6 +641,11 @@ def rollback(
 ):
     """The cache as if only the first `accepted` tokens of the block had been run: keys and values trimmed, sliding windows refilled, states replayed.
     Keeping everything changes no bit. Raises ValueError naming what cannot be undone, before anything changes."""
+    counts = None if records.released else _counts(accepted, *records.shape)
+    if counts is None or not _cut_offsets(cache, records, counts): _cut_all(cache, records, accepted, how)
+    if not keep: records.release()
+
+def _cut_all(cache, records, accepted, how):
     if why := records.refusal(cache, accepted): raise ValueError(f"cannot roll back: {why}")
     counts = _counts(accepted, *records.shape)
     states = [(r.leaf, {k: list(v) if isinstance(v, list) else v for k, v in vars(r.leaf).items()}) for r in records.leaves if isinstance(r, LayerRecord)]
@@ -630,7 +658,6 @@ def rollback(
         put_back(held)
         for x, attributes in states + marks: vars(x).update(attributes)     # the very arrays: records know them by identity
         raise
-    if not keep: records.release()
 
 # %% ../nbs/11_rollback.ipynb #25e562b5
 def bench_rollback(

@@ -268,7 +268,7 @@ class _Run(_Run):
         self.prefill([], 1)
         self.stats.prompt_tokens, self.stats.prefill = len(tokens), r
 
-# %% ../nbs/14b_rounds.ipynb #150e6724
+# %% ../nbs/14b_rounds.ipynb #d92cb4aa
 def _log_softmax(rows): return rows - mx.logsumexp(rows, axis=-1, keepdims=True)
 
 class _Run(_Run):
@@ -312,7 +312,7 @@ class _Run(_Run):
             logprobs = _log_softmax(rows)
             mx.eval(accepted, token, drafts, logprobs)
             accepted = accepted.item()
-            new, judged = drafts[:accepted].tolist() + [token.item()], time.perf_counter()
+            new, judged = drafts.tolist()[:accepted] + [token.item()], time.perf_counter()       # sliced here: a slice of MLX's would be another wait
             keep = min(self.limit(new), accepted) + 1                        # the anchor, and each draft that will be emitted
             rollback(c._target, records, keep, keep=True)
             if keep < len(block[0]):

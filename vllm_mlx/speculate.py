@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['prompt_ids', 'stream_generate', 'generate', 'bench_speculate', 'bench_proposals', 'best_proposal', 'proposals_table',
-           'SpecCache', 'SpecResponse', 'SpecStats', 'repetition']
+           'KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
-# %% ../nbs/15_speculate.ipynb #2a5f9e18
+# %% ../nbs/15_speculate.ipynb #e47708c8
 import time
 
 import mlx.core as mx
@@ -18,13 +18,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .acceptance import DEFAULT_PROPOSAL, PROPOSALS, Sampling
 from .compiled_verify import FORMS, whole_refusal
-from .kod import BlockController, CostCurve
+from .kod import BlockController, KodMemory
+from .kod_memory import forget_pair, pair_memory
 from .layers import attention_layout
 from .rollback import cache_leaves
 from .rounds import SpecCache, SpecResponse, SpecStats, _log_softmax, _Run, repetition
 from .specprefill import encode_prompt, vocab_size
 
-_all_ = ['SpecCache', 'SpecResponse', 'SpecStats', 'repetition']
+_all_ = ['KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
 # %% ../nbs/15_speculate.ipynb #f073e675
 def _check_messages(prompt):
@@ -49,7 +50,7 @@ def prompt_ids(
     ids = list(out["input_ids"] if hasattr(out, "keys") else out)
     return cache.rest_of(ids) if isinstance(cache, SpecCache) and cache.tokens else ids
 
-# %% ../nbs/15_speculate.ipynb #366a5b9d
+# %% ../nbs/15_speculate.ipynb #fa562646
 def _check_draft(model, draft):
     lent = getattr(draft, '_lent', draft)
     if lent is None: draft.bind(model)
@@ -70,16 +71,16 @@ def _check_kv(model, bits, group):
     except ValueError: return
     if bad := [d for d in dims if d and d % group]: raise ValueError(f"kv_group_size is {group}: the heads of {type(model).__name__} have {bad[0]} dimensions, which cannot be cut into such groups")
 
-def _check_size(block_size, draft, curve):
-    "(fixed size or None, BlockController or None)"
+def _check_size(block_size, draft, curve, memory=None):
+    "(fixed size or None, BlockController or None); `memory` None: a new one."
     if draft is None: return None, None
     trained = draft.config.block_size
-    if block_size == "kod": return None, BlockController(trained, curve, head_start=2.0, budget=0.03)      # what a wrong draft may cost: two steps and 3 %
+    if block_size == "kod": return None, BlockController(trained, curve, memory=memory, head_start=2.0, budget=0.03)      # what a wrong draft may cost: two steps and 3 %
     size = trained if block_size is None else block_size
     if not isinstance(size, int) or size < 1: raise ValueError(f"block_size is {block_size!r}: 'kod', None for the trained size ({trained}), or at least 1 is needed")
     return size, None
 
-# %% ../nbs/15_speculate.ipynb #2bcb820b
+# %% ../nbs/15_speculate.ipynb #b75e2abf
 def stream_generate(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft; None: plain decoding, through the same loop
@@ -95,16 +96,18 @@ def stream_generate(
     exact=False,         # verify row by row: bit for bit plain decoding, and no gain
     sparse=None,         # SpecPrefill of this model: the prompt is read sparsely
     sparse_options=None, # for its `prefill`: protect, keep_pct, ...
-    curve=None,          # CostCurve of an earlier request
+    curve=None,          # CostCurve to use and fill instead of the memory's
+    memory=None,         # what "kod" knows from earlier requests: None: all that this target and draft have taught it while both exist; False: nothing, and nothing is kept; or a KodMemory of yours
     prefill_step_size=2048, # tokens a forward of the prompt
     kv_bits=None, kv_group_size=64, quantized_kv_start=5000, # as in mlx-lm
     progress=None,       # called with (tokens read, tokens to read)
-    verify="plain",      # form of the verification (chapter 12b): "plain", "layers", "whole" (as one graph), or "auto": the fastest, measured after eight rounds, once for a model and size
+    verify="plain",      # form of the verification (chapter 12b): "plain", "layers", "whole" (as one graph), or "auto": after eight rounds the forms are tried in turns on the rounds themselves, and the fastest is kept for the model, block size and length of the cache
     profile=False,       # wait for the draft before verifying, so that phases are timed apart
     stats=None,          # SpecStats to fill; None: a new one
 ):                       # generator of SpecResponse
     """Block decoding whose text is the target's own. Raises ValueError, naming the setting, before anything is computed.
 
+    Block sizes that "kod" chooses follow the clock and earlier requests. The text does not: with temperature 0, and with a seed under greedy and shared proposals, it is the target's for any sizes (in bfloat16 up to ties). Sampled proposals keep the distribution, but a seed gives the same text only with a fixed block_size.
     After every yield a SpecCache shows exactly the emitted tokens; so does a cache list once the generator has ended, was closed, or has raised."""
     if max_tokens == 0 or max_tokens < -1 or not isinstance(max_tokens, int): raise ValueError(f"max_tokens is {max_tokens!r}: at least 1, or -1 for no limit, is needed")
     if prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size}: at least 1 token is needed")
@@ -117,9 +120,12 @@ def stream_generate(
     if sparse is not None and sparse.model is not model: raise ValueError("sparse is a SpecPrefill of another model")
     if verify not in (*FORMS, 'auto'): raise ValueError(f"verify is {verify!r}: {', '.join(FORMS)} or auto is needed")
     if verify == 'whole' and draft is not None and (why := whole_refusal(model, make_prompt_cache(model) if prompt_cache is None else getattr(prompt_cache, '_target', prompt_cache))): raise ValueError(f"verify is 'whole': {why}")
-    sampling, (size, controller) = Sampling(temperature, top_p, top_k, min_p, seed, proposal), _check_size(block_size, draft, curve)
+    if not (memory is None or memory is False or isinstance(memory, KodMemory)): raise ValueError(f"memory is {memory!r}: None for what this pair has learnt, False for nothing, or a KodMemory is needed")
     _check_cache(make_prompt_cache(model) if prompt_cache is None else prompt_cache, kv_bits)
     _check_kv(model, kv_bits, kv_group_size)
+    sampling = Sampling(temperature, top_p, top_k, min_p, seed, proposal)
+    if memory is None and draft is not None and block_size == "kod": memory = pair_memory(model, draft, (exact, verify, profile, kv_bits, bool(logits_processors), None if sampling.greedy else proposal))
+    size, controller = _check_size(block_size, draft, curve, memory or None)
     cache = prompt_cache if isinstance(prompt_cache, SpecCache) else SpecCache(model, draft, prompt_cache)
     if draft is not None and cache._context is None: raise ValueError("the SpecCache was made without a draft: SpecCache(model, draft) keeps features for one")
     if not tokens and not cache.tokens: raise ValueError("the prompt is empty: at least one token is needed")
@@ -167,7 +173,7 @@ def generate(
     stats = options.pop('stats', None) or SpecStats()
     return ''.join(r.text for r in stream_generate(model, draft, tokenizer, prompt, stats=stats, **options)), stats
 
-# %% ../nbs/15_speculate.ipynb #59aa7881
+# %% ../nbs/15_speculate.ipynb #84f09228
 def _timed(gen):
     "(tokens, tokens per second after the first, last response)"
     tokens, times, last = [], [], None
@@ -181,11 +187,11 @@ def bench_speculate(
     repeats=3,                       # of everything, in turns, after a first run that does not count
     **options,                       # for `stream_generate`
 ):                                   # {"plain" (mlx-lm alone), "block 4", "kod", ...: dict(tokens_per_second (median), low, high, speedup, tokens_per_round, same (as mlx-lm's text))}
-    "Decoding speed beside plain mlx-lm. `kod` hands its cost curve from run to run, as a server would."
-    curve = CostCurve()
+    "Decoding speed beside plain mlx-lm. `kod` begins with nothing known, and hands on what it learns from run to run, as a server would; the first run does not count."
+    options = {"memory": KodMemory(), **options}
     sizes = {b if b == "kod" else f"block {draft.config.block_size if b is None else b}": b for b in block_sizes}
     plain = lambda: _timed(_mlx_stream_generate(model, tokenizer, mx.array(encode_prompt(tokenizer, prompt)), max_tokens))
-    def ours(size): return _timed(stream_generate(model, draft, tokenizer, prompt, max_tokens=max_tokens, block_size=size, curve=curve, **options))
+    def ours(size): return _timed(stream_generate(model, draft, tokenizer, prompt, max_tokens=max_tokens, block_size=size, **options))
     runs = {name: [] for name in ("plain", *sizes)}
     for _ in range(repeats + 1):
         for name in runs: runs[name].append(plain() if name == "plain" else ours(sizes[name]))

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['build_training_mask', 'loss_gamma', 'place_weights', 'build_loss_weights', 'draw_anchors', 'block_batch',
            'draft_loss', 'loss_and_gradient', 'draft_rounds', 'walk_rounds', 'walk_acceptance', 'pick_samples',
-           'sum_over', 'step_gradient', 'whole_files', 'train', 'export_draft']
+           'sum_over', 'step_gradient', 'whole_files', 'train', 'export_draft', 'rounded', 'KeepBest']
 
-# %% ../nbs/16_dflash_training.ipynb #8681fd54
+# %% ../nbs/16_dflash_training.ipynb #ba468208
 import errno, json, math, time
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -199,7 +200,10 @@ def walk_acceptance(
     if not lengths: raise ValueError(f"none of {len(samples)} answers has {size} tokens, the size of a block")
     return dict(length=float(np.mean(lengths)), lengths=lengths, places=np.concatenate(places).mean(0).tolist())
 
-# %% ../nbs/16_dflash_training.ipynb #b3e40c6c
+# %% ../nbs/16_dflash_training.ipynb #13c8a866
+@lru_cache(maxsize=4)
+def _epoch(n, seed, epoch): return np.random.default_rng([seed, epoch]).permutation(n) # drawn once, not at each of its steps
+
 def pick_samples(
     n,     # samples there are
     step,  # number of the step, from 0
@@ -208,8 +212,7 @@ def pick_samples(
 ):         # (batch,) indices
     "Every sample once before any comes again."
     at = np.arange(step * batch, (step + 1) * batch)
-    return np.array([np.random.default_rng([seed, epoch]).permutation(n)[i] for epoch, i in zip(*divmod(at, n))]) if n < batch else \
-           np.concatenate([np.random.default_rng([seed, epoch]).permutation(n)[at[at // n == epoch] % n] for epoch in np.unique(at // n)])
+    return np.concatenate([_epoch(n, seed, int(epoch))[at[at // n == epoch] % n] for epoch in np.unique(at // n)])
 
 def _features_for(samples, target, layer_ids, T, width=None):
     "(B, T, width): from the samples where they have them, else from the target."
@@ -269,14 +272,35 @@ def whole_files(
     finally:
         if Path(path).suffix == '.safetensors': Path(path).with_suffix('.part.safetensors').unlink(missing_ok=True)
 
-# %% ../nbs/16_dflash_training.ipynb #770df7c9
+# %% ../nbs/16_dflash_training.ipynb #36988e3e
+class _Losses:
+    "Losses since the last record, each read when the next one is under way."
+    def __init__(self, lr): self.known, self.waiting, self.bad, self.lr = [], None, 0, lr
+    def wait(self, step):
+        "Read the loss of `step`. Raises FloatingPointError for the twentieth in a row that is not finite."
+        if self.waiting is None: return
+        self.known.append(self.waiting.item())
+        self.waiting, self.bad = None, 0 if math.isfinite(self.known[-1]) else self.bad + 1
+        if self.bad >= 20: raise FloatingPointError(f"the loss has not been finite for {self.bad} steps, at step {step}; try a lower lr than {self.lr}")
+    def add(self, step, loss): self.wait(step - 1); self.waiting = loss
+    def mean(self, step):
+        self.wait(step)
+        known, self.known = self.known, []
+        return float(np.mean(known))
+
+def _of_the_first(value, group):
+    "A number of the first machine, for all."
+    if group is None or group.size() == 1: return value
+    return sum_over(dict(value=mx.array(value if group.rank() == 0 else 0.0)), group)['value'].item()
+
+# %% ../nbs/16_dflash_training.ipynb #fad72f56
 def train(
     draft,            # DFlashDraftModel, bound; changed in place
     data,             # list of Sample, or TrainingData
     *,
     target=None,      # where features are taken from when the samples have none; None: the draft's own
     steps=None,       # end after so many
-    limit_s=None,     # end after so many seconds; one of the two must be given
+    limit_s=None,     # end after so many seconds, those before a checkpoint included; the rate's cosine ends there. One of the two must be given
     lr=6e-4,          # peak learning rate
     warmup=0.04,      # share of the steps in which it rises; with limit_s alone 50 steps
     weight_decay=0.0, # of matrices
@@ -285,6 +309,7 @@ def train(
     every_s=None,     # seconds between records
     report=None,      # called with (record, draft) at each; what it returns is added to the record
     checkpoint=None,  # file to save to at each record, and to go on from if it is there
+    notes=None,       # dict of JSON values that a checkpoint must agree with, besides the other arguments
     group=None,       # of mx.distributed, as `mx.distributed.init()` gives
     **options,        # for `step_gradient`: batch, accumulate, n_anchors, gamma, compute, seed
 ):                    # list of records: dict(step, seconds, loss in nats a token since the last, rate, length of the gradient)
@@ -297,30 +322,29 @@ def train(
     first, target = group is None or group.rank() == 0, draft._borrowed().target if target is None else target
     optimizer = NanoAdamW(lr, betas=[0.9, 0.95], eps=1e-8, weight_decay=weight_decay, bias_correction=True)
     optimizer.init(draft.trainable_parameters())
-    asked = dict(samples=len(data), config=draft.config.to_dict(), lr=lr, steps=steps, weight_decay=weight_decay, clip=clip, **{k: str(v) if k == 'compute' else v for k, v in sorted(options.items())})
-    notes = load_checkpoint(checkpoint, draft, optimizer) if checkpoint and Path(checkpoint).exists() else {}
+    asked = dict(samples=len(data), config=draft.config.to_dict(), lr=lr, steps=steps, weight_decay=weight_decay, clip=clip, **(notes or {}), **{k: str(v) if k == 'compute' else v for k, v in sorted(options.items())})
+    saved = load_checkpoint(checkpoint, draft, optimizer) if checkpoint and Path(checkpoint).exists() else {}
     for name, value in json.loads(json.dumps(asked)).items():
-        if notes and notes['asked'].get(name) != value: raise ValueError(f"{checkpoint} is of a training with {name} {notes['asked'].get(name)!r}, now it is {value!r}")
-    records, i, before = notes.get('records', []), notes.get('step', 0), notes.get('seconds', 0.0)
-    start, losses, bad, last = time.perf_counter(), [], 0, before
+        if saved and saved['asked'].get(name) != value: raise ValueError(f"{checkpoint} is of a training with {name} {saved['asked'].get(name)!r}, now it is {value!r}")
+    records, i, before = saved.get('records', []), saved.get('step', 0), saved.get('seconds', 0.0)
+    start, losses, last = time.perf_counter(), _Losses(lr), before
     rise, seconds = max(1, round(warmup * steps)) if steps else 50, lambda: before + time.perf_counter() - start
-    progress = lambda: max(i / steps if steps else 0, seconds() / limit_s if limit_s else 0)
-    done = progress() >= 1
-    while not done:
-        optimizer.learning_rate = mx.array(nano_rate(i, progress() if limit_s else i / steps, lr, rise))
+    def progress(): return _of_the_first(max(i / steps if steps else 0, seconds() / limit_s), group) if limit_s else i / steps
+    share = progress()
+    while share < 1:
+        optimizer.learning_rate = mx.array(nano_rate(i, share, lr, rise))
         loss, grads = step_gradient(draft, data, i, target=target, group=group, **options)
         grads, length = clip_gradient(grads, clip)
         optimizer.update(draft, grads)
-        mx.eval(loss, length, draft.parameters(), optimizer.state)
-        losses.append(loss.item())
-        i, bad = i + 1, 0 if math.isfinite(losses[-1]) else bad + 1
-        if bad >= 20: raise FloatingPointError(f"the loss has not been finite for {bad} steps, at step {i}; try a lower lr than {lr}")
-        done = bool(sum_over(dict(done=mx.array(float(progress() >= 1))), group)['done'].item()) if limit_s else i >= steps
-        if done or (every and i % every == 0) or (every_s and seconds() - last >= every_s):
-            record = dict(step=i, seconds=round(seconds(), 2), loss=float(np.mean(losses)), rate=optimizer.learning_rate.item(), length=length.item())
+        mx.async_eval(loss, length, draft.parameters(), optimizer.state)
+        i += 1
+        losses.add(i, loss)
+        share = progress()
+        if share >= 1 or (every and i % every == 0) or (every_s and seconds() - last >= every_s):
+            record = dict(step=i, loss=losses.mean(i), seconds=round(seconds(), 2), rate=optimizer.learning_rate.item(), length=length.item())
             if first: record |= (report(record, draft) if report else None) or {}
             records.append(record)
-            losses, last = [], seconds()
+            last = seconds()
             if checkpoint and first:
                 with whole_files(checkpoint): save_checkpoint(checkpoint, draft, optimizer, step=i, seconds=seconds(), records=records, asked=asked)
     return records
@@ -338,3 +362,42 @@ def export_draft(
         with whole_files(folder): save_dflash(draft, folder)
     finally: draft.update(weights)
     return (Path(folder) / 'model.safetensors').stat().st_size
+
+# %% ../nbs/16_dflash_training.ipynb #afebfba4
+@contextmanager
+def rounded(
+    draft,             # DFlashDraftModel
+    dtype=mx.bfloat16, # of the file
+):
+    "Inside of the block the draft's weights are those that its file will have, in their own dtype."
+    weights = draft.parameters()
+    draft.update(tree_map(lambda a: a.astype(dtype).astype(a.dtype), weights))
+    try: yield draft
+    finally: draft.update(weights)
+
+class KeepBest:
+    "A `report` for `train` that measures, and keeps the best weights."
+    def __init__(self,
+        folder, # of the best draft so far; one that is there is the one to beat
+        known,  # {kind: (list of Sample with greedy answers, list of their features)}
+    ):
+        self.folder, self.known, self.best = Path(folder), known, None
+        if (config := self.folder / 'config.json').is_file(): self.best = json.loads(config.read_text()).get('training')
+
+    def __call__(self, record, draft): # dict(acceptance: tokens a round, mean over kinds; kinds: {kind: tokens a round}; places; best: whether it is)
+        with rounded(draft): found = {kind: walk_acceptance(draft, *pair) for kind, pair in self.known.items()}
+        mean = float(np.mean([f['length'] for f in found.values()])) if found else None
+        better = self.best is None or mean is None or mean > self.best['acceptance']
+        if better:
+            self.best, extra = dict(step=record['step'], acceptance=mean), draft.config.extra
+            try:
+                draft.config.extra = extra | dict(training=self.best)
+                export_draft(draft, self.folder)
+            finally: draft.config.extra = extra
+        return dict(acceptance=mean, kinds={k: f['length'] for k, f in found.items()}, places=np.mean([f['places'] for f in found.values()], axis=0).tolist() if found else [], best=better)
+
+    def restore(self, draft): # dict(step, acceptance) of the weights that the draft has now
+        "Give the draft the best weights. Raises ValueError when nothing was kept."
+        if self.best is None: raise ValueError(f"{self.folder} has no best weights: no record was made")
+        draft.load_weights([(n, a.astype(draft.dtype)) for n, a in mx.load(str(self.folder / 'model.safetensors')).items()])
+        return self.best

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_prompts', 'prompt_tokens', 'pick_tokens', 'generate_answers', 'target_features', 'Sample', 'write_shard',
-           'read_shard', 'disk_need', 'vocabulary_hash', 'prepare_data', 'TrainingData']
+           'read_shard', 'disk_need', 'vocabulary_hash', 'prepare_data', 'Shard', 'TrainingData']
 
 # %% ../nbs/15b_training_data.ipynb #9dc4014a
 import errno, hashlib, json, os, shutil, time
@@ -139,7 +139,7 @@ def target_features(
         if cache is not None: mx.eval(parts[-1], [c.state for c in cache])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
-# %% ../nbs/15b_training_data.ipynb #b48033b2
+# %% ../nbs/15b_training_data.ipynb #ae92996d
 @dataclass
 class Sample:
     "A prompt with the target's answer."
@@ -167,7 +167,6 @@ def write_shard(
 def read_shard(
     path, # .safetensors file
 ):        # list of Sample
-    "Features are mapped from the file, and read when they are used."
     arrays = mx.load(str(path))
     ends = np.cumsum(np.array(arrays['lengths']))
     tokens, features = np.array(arrays['tokens']), arrays.get('features')
@@ -214,7 +213,18 @@ def _prepare_batch(target, batch, options, layer_ids, features, min_tokens):
         for s, f in zip(samples, target_features(target, rows, layer_ids)): s.features = f[:len(s.tokens)]
     return samples, len(ids) - len(samples), sum(map(len, answers))
 
-# %% ../nbs/15b_training_data.ipynb #65fd1ca0
+# %% ../nbs/15b_training_data.ipynb #cbdc1d9f
+def _batches_left(index, batches, seed):
+    "Numbers of the batches that are not made yet, in the order in which they are taken: a drawn one, the same whenever it is asked for."
+    done = {s['batch'] for s in index['shards']}
+    return [i for i in np.random.default_rng(seed).permutation(len(batches)).tolist() if i not in done]
+
+def _check_room(folder, need):
+    "Raises OSError when the disk has less than `need` bytes."
+    home = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if need > (free := shutil.disk_usage(home).free): raise OSError(errno.ENOSPC, f"{folder} may grow by {need / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB: take fewer prompts, shorter answers, or features=False")
+
+# %% ../nbs/15b_training_data.ipynb #88c89441
 def prepare_data(
     target,           # an mlx-lm model
     tokenizer,        # its tokenizer
@@ -228,70 +238,107 @@ def prepare_data(
     temperature=0.0,  # one for all, or several that the prompts take in turn
     batch=32,         # prompts at once, and samples of a shard
     features=True,    # keep them on disk; False: tokens only
-    seed=0,           # of the sampling
+    most=None,        # begin no other batch when there are so many samples
+    limit_s=None,     # nor when so many seconds have been spent, over all calls
+    seed=0,           # of the sampling, and of the order of the batches
     progress=True,    # show a bar, with tokens a second
 ):                    # dict(samples, tokens, too_short, too_long, seconds, tokens_a_second, bytes) of what this call added, `samples` in all
     """Phase one (seed entry 36): the target's own answers, and their features.
 
-    Raises ValueError, before anything is written, for settings that differ from the folder's, prompts none of which fits, or a layer that is not there;
+    Raises ValueError, before anything is written, for settings that differ from the folder's, prompts none of which fits, a limit that is not positive, or a layer that is not there;
     OSError when the disk has less room than it may take."""
     folder, heats = Path(folder).expanduser(), np.atleast_1d(np.asarray(temperature, np.float32))
     ids = [list(p) if not isinstance(p, str) and len(p) and isinstance(p[0], (int, np.integer)) else prompt_tokens(tokenizer, p) for p in prompts]
     fits = [i for i, p in enumerate(ids) if 0 < len(p) <= max_prompt]
     if not fits: raise ValueError(f"none of {len(ids)} prompts has 1 to {max_prompt} tokens")
+    if bad := [(n, v) for n, v in dict(most=most, limit_s=limit_s).items() if v is not None and not v > 0]: raise ValueError("{} is {}: a positive number is needed".format(*bad[0]))
     order = sorted(fits, key=lambda i: (len(ids[i]), i))
     probe = target_features(target, np.array([ids[order[0]][:1]]), list(layer_ids))
     settings = dict(version=_VERSION, target=content_hash(target), tokenizer=vocabulary_hash(tokenizer), layer_ids=list(layer_ids), width=probe.shape[-1], dtype=str(probe.dtype),
                     prompts=hashlib.sha256(json.dumps([[int(t) for t in p] for p in ids]).encode()).hexdigest()[:16], max_tokens=max_tokens, min_tokens=min_tokens, max_prompt=max_prompt,
                     temperature=heats.tolist(), batch=batch, features=bool(features), seed=seed)
     index = _same_settings(folder, settings)
-    done, batches = {s['batch'] for s in index['shards']}, [order[i:i + batch] for i in range(0, len(order), batch)]
-    left = [i for i in range(len(batches)) if i not in done]
-    need = disk_need([len(ids[n]) for i in left for n in batches[i]], max_tokens, probe.shape[-1] if features else 0, probe.itemsize)
-    home = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if need > (free := shutil.disk_usage(home).free): raise OSError(errno.ENOSPC, f"{folder} may grow by {need / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB: take fewer prompts, shorter answers, or features=False")
+    batches = [order[i:i + batch] for i in range(0, len(order), batch)]
+    left, have, spent = _batches_left(index, batches, seed), sum(s['samples'] for s in index['shards']), sum(s.get('seconds', 0) for s in index['shards'])
+    room = None if most is None else max(0, most - have + batch)
+    need = disk_need(sorted((len(ids[n]) for i in left for n in batches[i]), reverse=True)[:room], max_tokens, probe.shape[-1] if features else 0, probe.itemsize)
+    _check_room(folder, need)
     if progress: tqdm.write(f"{len(order)} prompts, {len(order) - sum(len(batches[i]) for i in left)} done; at most {need / 1e9:.2f} GB more on disk")
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob('*.part*'): old.unlink()
-    options = dict(max_tokens=max_tokens, eos=sorted(getattr(tokenizer, 'eos_token_ids', None) or ()))
-    start, made, short, size = time.perf_counter(), 0, 0, 0
-    bar = tqdm(left, disable=not progress or not left, unit='batch')
-    for i in bar:
-        heat = [float(heats[n % len(heats)]) for n in batches[i]]
+    options, start, made, short, size = dict(max_tokens=max_tokens, eos=sorted(getattr(tokenizer, 'eos_token_ids', None) or ())), time.perf_counter(), 0, 0, 0
+    for i in (bar := tqdm(left, disable=not progress or not left, unit='batch')):
+        if (most and have >= most) or (limit_s and spent >= limit_s): break
+        heat, began = [float(heats[n % len(heats)]) for n in batches[i]], time.perf_counter()
         samples, less, n = _prepare_batch(target, (i, batches[i], [ids[n] for n in batches[i]], heat), options | dict(seed=seed * 1_000_003 + i), list(layer_ids), features, min_tokens)
         name = f'shard-{i:05}.safetensors' if samples else None
         if samples:
             write_shard(folder / name, samples)
             size += (folder / name).stat().st_size
-        index['shards'].append(dict(batch=i, file=name, samples=len(samples), tokens=sum(len(s.tokens) for s in samples), too_short=less))
+        took = time.perf_counter() - began
+        index['shards'].append(dict(batch=i, file=name, samples=len(samples), tokens=sum(len(s.tokens) for s in samples), too_short=less, **(dict(seconds=round(took, 3)) if limit_s else {})))
         _write_index(folder, index)
-        made, short = made + n, short + less
+        made, short, have, spent = made + n, short + less, have + len(samples), spent + took
         bar.set_postfix_str(f"{made / (time.perf_counter() - start):,.0f} tokens/s")
-    total = sum(s['samples'] for s in index['shards'])
-    if not total: raise ValueError(f"all {short} answers have fewer than {min_tokens} tokens: there is nothing to learn from")
+    bar.close()
+    if not have: raise ValueError(f"all {short} answers have fewer than {min_tokens} tokens: there is nothing to learn from")
     seconds = time.perf_counter() - start
-    return dict(samples=total, tokens=made, too_short=short, too_long=len(ids) - len(fits), seconds=seconds, tokens_a_second=made / seconds, bytes=size)
+    return dict(samples=have, tokens=made, too_short=short, too_long=len(ids) - len(fits), seconds=seconds, tokens_a_second=made / seconds, bytes=size)
 
-# %% ../nbs/15b_training_data.ipynb #33ed3d97
+# %% ../nbs/15b_training_data.ipynb #bf63b0da
+_KINDS = dict(BF16=(np.uint16, mx.bfloat16), F16=(np.float16, mx.float16), F32=(np.float32, mx.float32), I32=(np.int32, mx.int32))
+
+class Shard:
+    "The samples of a shard as a list, whose features stay in the file until they are asked for. Raises ValueError for a file that is no shard."
+    def __init__(self,
+        path, # .safetensors file, of `write_shard`
+    ):
+        self.path, self._features = path, None
+        with open(path, 'rb') as f:
+            try:
+                size = int.from_bytes(f.read(8), 'little')
+                table = json.loads(f.read(size)) if size < 1 << 20 else {}
+                self._start = size + 8
+                self._ids, self._prompts, lengths, self._tokens = (self._numbers(f, table[n]) for n in ('ids', 'prompts', 'lengths', 'tokens'))
+            except (KeyError, ValueError) as e: raise ValueError(f"{path} is no shard of training data: {e}") from None
+        self._ends, need = np.cumsum(lengths), self._start + max(e['data_offsets'][1] for n, e in table.items() if n != '__metadata__')
+        if (there := os.path.getsize(path)) < need: raise ValueError(f"{path} is damaged: it has {there:,} bytes of {need:,}")
+        self._features = table.get('features')
+
+    def _numbers(self, f, entry, skip=0, n=None):
+        "`n` numbers of an array in the file, without the first `skip`; None: all."
+        kind, (a, b) = np.dtype(_KINDS[entry['dtype']][0]), entry['data_offsets']
+        f.seek(self._start + a + skip * kind.itemsize)
+        return np.fromfile(f, kind, (b - a) // kind.itemsize if n is None else n)
+
+    def __len__(self): return len(self._ids)
+    def __getitem__(self, i): # Sample
+        if not 0 <= i < len(self): raise IndexError(f"sample {i} of {len(self)}")
+        start, end, features = int(self._ends[i - 1]) if i else 0, int(self._ends[i]), None
+        if self._features is not None:
+            width = self._features['shape'][1]
+            with open(self.path, 'rb') as f: raw = self._numbers(f, self._features, start * width, (end - start) * width)
+            features = mx.array(raw).view(_KINDS[self._features['dtype']][1]).reshape(end - start, width)
+        return Sample(int(self._ids[i]), self._tokens[start:end], int(self._prompts[i]), features)
+
+# %% ../nbs/15b_training_data.ipynb #b2817280
 class TrainingData:
-    "The samples of a folder that `prepare_data` made, as a list. Raises ValueError for a folder that is none, or a shard that is missing."
+    "The samples of a folder that `prepare_data` made, as a list. Raises ValueError for a folder that is none, or a shard that is missing or damaged."
     def __init__(self,
         folder, # of `prepare_data`
-        keep=8, # shards that stay open
+        most=None, # only so many samples, those that were made first
     ):
-        self.folder, self.keep, self._open = Path(folder).expanduser(), keep, {}
+        self.folder, self._open = Path(folder).expanduser(), {}
         if not (self.folder / _INDEX).is_file(): raise ValueError(f"{folder} has no {_INDEX}: it is no folder of training data")
         index = json.loads((self.folder / _INDEX).read_text())
-        self.settings, shards = index['settings'], sorted((s for s in index['shards'] if s['samples']), key=lambda s: s['batch'])
+        self.settings, shards = index['settings'], [s for s in index['shards'] if s['samples']]
         if missing := [s['file'] for s in shards if not (self.folder / s['file']).is_file()]: raise ValueError(f"{folder} lacks {missing[0]}, which its index lists")
-        self._at = [(s['file'], i) for s in shards for i in range(s['samples'])]
+        self._at = [(s['file'], i) for s in shards for i in range(s['samples'])][:most]
 
     def __len__(self): return len(self._at)
     def __getitem__(self, i): # Sample
         file, place = self._at[i]
-        if file not in self._open:
-            while len(self._open) >= self.keep: self._open.pop(next(iter(self._open)))
-            self._open[file] = read_shard(self.folder / file)
+        if file not in self._open: self._open[file] = Shard(self.folder / file)
         return self._open[file][place]
 
     def check(self,

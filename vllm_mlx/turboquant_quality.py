@@ -4,20 +4,25 @@
 
 # %% auto #0
 __all__ = ['ways', 'bytes_per_token', 'random_cache', 'bench_perplexity', 'bench_facts', 'bench_steps', 'bench_turboquant',
-           'turboquant_table']
+           'turboquant_table', 'write_results', 'main']
 
-# %% ../nbs/30a_turboquant_quality.ipynb #64d49901
-import copy, math, time
+# %% ../nbs/30a_turboquant_quality.ipynb #f3a0504b
+import argparse, copy, json, math, sys, time
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from .layers import attention_layout
-from .needles import is_correct, make_case
+from .models import load
+from .nano import python_corpus
+from .needles import is_correct, make_case, reference_text
+from .rollback import rollback
 from .turboquant import BITS, TurboQuantKVCache, key_centers, patch_attention, quantize_cache
+from .verify import forward_with_hidden_states_and_rollback
 
-# %% ../nbs/30a_turboquant_quality.ipynb #00814453
+# %% ../nbs/30a_turboquant_quality.ipynb #0c7a5850
 def _uniform(bits):
     def convert(model, cache): return [c.to_quantized(group_size=64, bits=bits) if type(c) is KVCache else c for c in copy.deepcopy(cache)]
     return convert
@@ -27,15 +32,17 @@ def _coded(bits, **settings):
     return convert
 
 def ways(
-    bits=BITS,    # of TurboQuant
+    bits=BITS,    # of TurboQuant; a pair: of keys and of values
     centers=None, # from `key_centers`: each once more with them
-    recent=0,     # tokens: the coarsest and the finest once more with that many in full; 0: not
+    recent=0,     # tokens: the first and the last of `bits` once more with that many in full; 0: not
+    uniform=(8, 4), # bits of mlx-lm's cache
 ):                # {name: function (model, filled cache) -> cache}
     "The ways to keep a cache that are compared."
-    out = {'full': lambda model, cache: copy.deepcopy(cache), 'uniform 8': _uniform(8), 'uniform 4': _uniform(4)}
-    out |= {f'turboquant {b}': _coded(b) for b in bits}
-    if centers: out |= {f'turboquant {b} centered': _coded(b, centers=centers) for b in bits}
-    if recent: out |= {f'turboquant {b} recent {recent}': _coded(b, recent=recent) for b in (min(bits), max(bits))}
+    name = lambda b: f"turboquant {b if isinstance(b, (int, float)) else '/'.join(map(str, b))}"
+    out = {'full': lambda model, cache: copy.deepcopy(cache)} | {f'uniform {b}': _uniform(b) for b in uniform}
+    out |= {name(b): _coded(b) for b in bits}
+    if centers: out |= {f'{name(b)} centered': _coded(b, centers=centers) for b in bits}
+    if recent: out |= {f'{name(b)} recent {recent}': _coded(b, recent=recent) for b in (bits[0], bits[-1])}
     return out
 
 def bytes_per_token(
@@ -64,12 +71,14 @@ def _floats(model):
     from mlx.utils import tree_flatten
     return (a for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
 
-# %% ../nbs/30a_turboquant_quality.ipynb #e3a7185f
+# %% ../nbs/30a_turboquant_quality.ipynb #5c9a05e2
 def _read(model, tokens, cache, step=512):
     for a in range(0, len(tokens), step):
         logits = model(mx.array(tokens[a:a + step])[None], cache=cache)
         mx.eval(logits, [c.state for c in cache])
     return logits[0, -1]
+
+def _within(start, budget_s): return time.perf_counter() - start < budget_s
 
 def bench_perplexity(
     model,       # an mlx-lm model
@@ -78,26 +87,33 @@ def bench_perplexity(
     window=1024, # tokens of a window
     warm=512,    # of them read in full before encoding; the others count
     windows=2,   # windows, one after the other
-    budget_s=math.inf, # stop after the window in which so many seconds have passed
+    budget_s=math.inf, # after so many seconds no way is begun any more; what counts are windows that all have read, or the first
+    progress=None, # called with the rows so far, after each way
 ):               # [dict(way, nats (mean a token), perplexity, tokens)]
     "How well the text is predicted. Raises ValueError for a text that is too short."
     if len(tokens) < window * windows: raise ValueError(f"tokens has {len(tokens)}: {windows} windows of {window} need {windows * window}")
     found, start = {name: [] for name in ways}, time.perf_counter()
+    def rows():
+        whole = max(1, min(map(len, found.values()), default=0))
+        losses = {n: np.concatenate(x[:whole]) for n, x in found.items() if x}
+        return [dict(way=n, nats=float(x.mean()), perplexity=float(np.exp(x.mean())), tokens=len(x)) for n, x in losses.items()]
     for w in range(windows):
-        if time.perf_counter() - start > budget_s: break
+        if not _within(start, budget_s): break
         text, base = tokens[w * window:(w + 1) * window], make_prompt_cache(model)
         _read(model, text[:warm], base)
         for name, way in ways.items():
+            if not _within(start, budget_s): break
             cache, losses = way(model, base), []
             for a in range(warm, window - 1, 32):
                 block = mx.array(text[a:min(a + 32, window - 1)])[None]
-                rows = model(block, cache=cache).astype(mx.float32)
-                losses.append(mx.logsumexp(rows, -1) - mx.take_along_axis(rows, mx.array(text[a + 1:a + 1 + block.shape[1]])[None, :, None], -1)[..., 0])
+                logits = model(block, cache=cache).astype(mx.float32)
+                losses.append(mx.logsumexp(logits, -1) - mx.take_along_axis(logits, mx.array(text[a + 1:a + 1 + block.shape[1]])[None, :, None], -1)[..., 0])
                 mx.eval(losses[-1])
-            found[name] += mx.concatenate(losses, 1)[0].tolist()
-    return [dict(way=n, nats=float(np.mean(x)), perplexity=float(np.exp(np.mean(x))), tokens=len(x)) for n, x in found.items()]
+            found[name].append(np.array(mx.concatenate(losses, 1)[0]))
+            if progress is not None: progress(rows())
+    return rows()
 
-# %% ../nbs/30a_turboquant_quality.ipynb #63bc6697
+# %% ../nbs/30a_turboquant_quality.ipynb #ec8fe403
 def bench_facts(
     model, tokenizer,
     ways,            # {name: way}
@@ -105,35 +121,50 @@ def bench_facts(
     n_cases=8,       # cases of each length
     kind='shared',   # as in `make_case`
     max_tokens=16,   # of an answer
-    budget_s=math.inf, # stop after so many seconds
+    budget_s=math.inf, # after so many seconds no case is begun any more
+    progress=None,   # called with the rows so far, after each case
 ):                   # [dict(way, prompt_tokens, cases, correct)]
     "The share of planted facts that each way finds."
     found, start = {}, time.perf_counter()
+    rows = lambda: [dict(way=n, prompt_tokens=M, cases=len(x), correct=float(np.mean(x))) for (n, M), x in found.items()]
     for i in range(n_cases):
         for M in lengths:
-            if time.perf_counter() - start > budget_s: continue
-            case, base = make_case(tokenizer, kind, M, (i + 0.5) / n_cases, seed=i), make_prompt_cache(model)
-            first = _read(model, case.tokens, base).argmax().item()
+            if not _within(start, budget_s): continue
+            case, base, said = make_case(tokenizer, kind, M, (i * 0.618 + 0.3) % 1, seed=i), make_prompt_cache(model), ()
+            first, right = _read(model, case.tokens, base).argmax().item(), {}
             for name, way in ways.items():
-                found.setdefault((name, M), []).append(is_correct(case, tokenizer.decode(_answer(model, way(model, base), first, max_tokens, tokenizer.eos_token_ids))))
-    return [dict(way=n, prompt_tokens=M, cases=len(x), correct=float(np.mean(x))) for (n, M), x in found.items()]
+                answer = _answer(model, way(model, base), first, max_tokens, tokenizer.eos_token_ids, said)
+                right[name, M], said = is_correct(case, tokenizer.decode(answer)), said or answer
+            for key, x in right.items(): found.setdefault(key, []).append(x)         # whole cases only, so that all ways have had the same
+            if progress is not None: progress(rows())
+    return rows()
 
-def _answer(model, cache, token, max_tokens, stops):
+def _answer(model, cache, token, max_tokens, stops, guess=()):
+    "Greedy; a guess is checked in one forward, and what is not said is taken back."
     tokens = [token]
+    if len(guess) > 1 and guess[0] == token:
+        logits, _, _, records = forward_with_hidden_states_and_rollback(model, mx.array([guess[:-1]]), cache)
+        said = logits[0].argmax(-1).tolist()
+        n = next((i for i, (a, b) in enumerate(zip(said, guess[1:])) if a != b), len(said) - 1) + 1
+        rollback(cache, records, n)
+        tokens += said[:n]
     while len(tokens) < max_tokens and tokens[-1] not in stops: tokens.append(model(mx.array([tokens[-1:]]), cache=cache)[0, -1].argmax().item())
     return tokens
 
-# %% ../nbs/30a_turboquant_quality.ipynb #63d8752c
+# %% ../nbs/30a_turboquant_quality.ipynb #4198d649
 def bench_steps(
     model,
     ways,             # {name: way}
     contexts=(1024,), # tokens in the cache
     rows=1,           # tokens of a step: 1, or those of a block
     steps=8,          # of each way, after two that do not count
+    budget_s=math.inf, # after so many seconds no context is begun any more
+    progress=None,    # called with the rows so far, after each context
 ):                    # [dict(way, context, rows, ms, mb (the cache of the attention layers))]
     "Milliseconds of a decoding step by the length of the context. A timing, not a test."
-    out = []
+    out, start = [], time.perf_counter()
     for n in contexts:
+        if not _within(start, budget_s): break
         base, token = random_cache(model, n), mx.zeros((1, rows), mx.int32)
         caches, times = {name: way(model, base) for name, way in ways.items()}, {name: [] for name in ways}
         for i in range(steps + 2):
@@ -143,29 +174,30 @@ def bench_steps(
                 if i > 1: times[name].append(1000 * (time.perf_counter() - began))
         mb = {name: sum(c.nbytes for c in cache if hasattr(c, 'update_and_fetch')) / 1e6 for name, cache in caches.items()}
         out += [dict(way=name, context=n, rows=rows, ms=float(np.median(t)), mb=mb[name]) for name, t in times.items()]
+        if progress is not None: progress(out)
     return out
 
-# %% ../nbs/30a_turboquant_quality.ipynb #09e7f205
+# %% ../nbs/30a_turboquant_quality.ipynb #1913825c
 def bench_turboquant(
     model, tokenizer,
     tokens,             # [M] token ids of the text to predict
     center_tokens=None, # token ids of another text, for `key_centers`; None: no centers
-    bits=BITS, recent=0, # as in `ways`
+    bits=BITS, recent=0, uniform=(8, 4), # as in `ways`
     perplexity={},      # settings of `bench_perplexity`; None: leave out
     facts={},           # of `bench_facts`; None: leave out
     steps={},           # of `bench_steps`; None: leave out
-    progress=None,      # called with (section, its rows)
+    progress=None,      # called with (section, its rows so far)
 ):                      # dict(bytes={way: bytes a token}, perplexity, facts, steps, blocks)
     "Everything of this chapter for one model. The model's attention is as before afterwards."
     with patch_attention(model):
-        w = ways(bits, None if center_tokens is None else key_centers(model, center_tokens), recent)
-        parts = dict(bytes=lambda: {name: bytes_per_token(model, way) for name, way in w.items()})
-        if perplexity is not None: parts['perplexity'] = lambda: bench_perplexity(model, tokens, w, **perplexity)
-        if facts is not None: parts['facts'] = lambda: bench_facts(model, tokenizer, w, **facts)
-        if steps is not None: parts |= dict(steps=lambda: bench_steps(model, w, **steps), blocks=lambda: bench_steps(model, w, **{**steps, 'rows': 8}))
+        w = ways(bits, None if center_tokens is None else key_centers(model, center_tokens), recent, uniform)
+        parts = dict(bytes=lambda tell: {name: bytes_per_token(model, way) for name, way in w.items()})
+        if perplexity is not None: parts['perplexity'] = lambda tell: bench_perplexity(model, tokens, w, **perplexity, progress=tell)
+        if facts is not None: parts['facts'] = lambda tell: bench_facts(model, tokenizer, w, **facts, progress=tell)
+        if steps is not None: parts |= dict(steps=lambda tell: bench_steps(model, w, **steps, progress=tell), blocks=lambda tell: bench_steps(model, w, **{**steps, 'rows': 8}, progress=tell))
         out = {}
         for name, run in parts.items():
-            out[name] = run()
+            out[name] = run(None if progress is None else lambda rows, name=name: progress(name, rows))
             if progress is not None: progress(name, out[name])
     return out
 
@@ -186,3 +218,55 @@ def turboquant_table(
                  *(show(at(steps, way, 'context', n, 'ms'), '{:.2f}') for n in contexts), *(show(at(blocks, way, 'context', n, 'ms'), '{:.2f}') for n in contexts if blocks)]
         lines.append('| ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines)
+
+# %% ../nbs/30a_turboquant_quality.ipynb #2fd394ae
+def _texts(name, tokenizer, n, centers):
+    "(token ids to predict, token ids for the centers)"
+    corpus = lambda part: '\n\n'.join(python_corpus(part).values())
+    text, other = (corpus('heldout'), corpus('valid')) if name == 'nano-hybrid' else (reference_text()[100000:], corpus('valid'))
+    return tokenizer.encode(text[:6 * n])[:n], tokenizer.encode(other[:10000])[:centers]
+
+def write_results(
+    path,  # JSON file; what other models have in it stays
+    name,  # of the model
+    result, # what `bench_turboquant` gives, or has given so far
+    **about, # device, mlx, dtype, seconds, ...
+):
+    "A model's results into a file of the form {device, mlx, dtype, models: {name: result}}."
+    path = Path(path)
+    held = json.loads(path.read_text()) if path.exists() else dict(models={})
+    held |= about
+    held['models'][name] = result
+    half = path.with_suffix('.part')
+    half.write_text(json.dumps(held, indent=1))
+    half.replace(path)
+
+def main(
+    argv=None, # words after the command; None: those of this process
+):             # exit code: 0, 2 for a mistake
+    "`python -m vllm_mlx.turboquant_quality`"
+    p = argparse.ArgumentParser(prog='python -m vllm_mlx.turboquant_quality', description="Perplexity, planted facts and bytes by the bits of the cache, beside mlx-lm's own; as JSON.")
+    for flag, kind, default, text in (('model', str, 'smollm2-135m', 'as `load` takes it'), ('--windows', int, 4, 'windows of text'), ('--window', int, 1024, 'tokens of a window'), ('--warm', int, 512, 'of them that are read in full'),
+                                      ('--facts', int, 0, 'planted facts of each length; 0: none'), ('--lengths', str, '500,1000', 'tokens of their prompts'), ('--centers', int, 3000, 'tokens of another text for the key centers'), ('--budget', float, math.inf, 'seconds each section may take'),
+                                      ('--out', str, 'turboquant.json', 'file to write')):
+        p.add_argument(flag, type=kind, default=default, help=f'{text} ({default})', **({'nargs': '?'} if flag == 'model' else {}))
+    o = p.parse_args(argv)
+    try:
+        model, tokenizer = load(o.model)
+        tokens, center_tokens = _texts(o.model, tokenizer, o.windows * o.window, o.centers)
+        found, began, about = {}, time.perf_counter(), dict(device=str(mx.default_device()) if mx.default_device() == mx.cpu else mx.device_info()['device_name'], mlx=mx.__version__, dtype=str(next(_floats(model)).dtype).split('.')[-1], command=' '.join(['python -m vllm_mlx.turboquant_quality', *(sys.argv[1:] if argv is None else argv)]))
+        def tell(section, rows):
+            found[section] = rows
+            write_results(o.out, o.model if '/' not in o.model else Path(o.model).stem, found, **about, seconds=round(time.perf_counter() - began, 1))
+            print(f'{time.perf_counter() - began:7.1f} s  {section}: {len(rows)} ways', flush=True)
+        bits = (*BITS, (4, 2))
+        bench_turboquant(model, tokenizer, tokens, center_tokens, bits, uniform=(8, 4, 3, 2), perplexity=dict(window=o.window, warm=o.warm, windows=o.windows, budget_s=o.budget),
+                         facts=dict(lengths=tuple(map(int, o.lengths.split(','))), n_cases=o.facts, budget_s=o.budget) if o.facts else None, steps=None, progress=tell)
+        print(turboquant_table(found))
+        return 0
+    except (ValueError, OSError) as e:
+        print(f'turboquant_quality: {e}', file=sys.stderr)
+        return 2
+
+# %% ../nbs/30a_turboquant_quality.ipynb #4eff69fd
+if __name__ == '__main__' and __spec__ is not None: sys.exit(main())   # python -m; a notebook has no spec

@@ -6,18 +6,19 @@
 __all__ = ['SOURCES', 'PHASES', 'Reading', 'PowerParser', 'PowerReport', 'windows', 'PowerUnavailable', 'meter_command',
            'find_source', 'PowerMeter', 'plot_power', 'StepProfile', 'profile_summary', 'profile_draft_step']
 
-# %% ../../nbs/23_ane_power.ipynb #2fdce219
+# %% ../../nbs/23_ane_power.ipynb #30a5bdd4
 import json, math, os, plistlib, re, selectors, shutil, subprocess, tempfile, threading, time, weakref
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 
 import mlx.core as mx
 
 from ..plots import COLORS, new_figure
 
-# %% ../../nbs/23_ane_power.ipynb #6c1923a2
+# %% ../../nbs/23_ane_power.ipynb #e4146008
 @dataclass
 class Reading:
     "One sample of a tool."
@@ -26,22 +27,26 @@ class Reading:
     when: float|None=None     # end of the window on the tool's own clock, seconds
 
 def _power(value, unit=1.0): # milliwatts; ValueError for what is no power
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0: raise ValueError(f"{value!r} is no power")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value * unit < math.inf: raise ValueError(f"{value!r} is no power")
     return value * unit
+
+def _length(seconds): # of a window; ValueError for what is none
+    if not 0 < seconds < math.inf: raise ValueError(f"{seconds!r} is no length of a window")
+    return seconds
 
 def _macmon_reading(line):
     sample = json.loads(line)
     mw = _power(sample["ane_power"], 1000.0)                        # it says watts
     try: when = datetime.fromisoformat(sample["timestamp"]).timestamp()
-    except (KeyError, TypeError, ValueError): when = None           # older versions do not say when
+    except (KeyError, OverflowError, TypeError, ValueError): when = None # older versions do not say when
     return Reading(mw, None, when)
 
 def _plist_reading(document):
     sample = plistlib.loads(document)
-    cpu, seconds = sample["processor"], sample["elapsed_ns"] / 1e9
+    cpu, seconds = sample["processor"], _length(sample["elapsed_ns"] / 1e9)
     return Reading(_power(cpu["ane_power"] if "ane_power" in cpu else cpu["ane_energy"] / seconds), seconds)
 
-# %% ../../nbs/23_ane_power.ipynb #4d61648e
+# %% ../../nbs/23_ane_power.ipynb #e2387c29
 _HEAD, _ANE = re.compile(rb"\*\*\* Sampled system activity.*?\(([\d.]+)ms elapsed\)"), re.compile(rb"ANE Power:\s*([\d.]+)\s*(mW|W)\s*$")
 _MOST = 4 << 20 # bytes of one property list, or of one line
 
@@ -60,7 +65,7 @@ class PowerParser:
         if not line: return None
         self.tail.append(line[:200].decode(errors="replace"))
         try: return (_macmon_reading if self.source == "macmon" else self._powermetrics)(line)
-        except (ValueError, KeyError, TypeError, ZeroDivisionError, plistlib.InvalidFileException, RecursionError): return self._bad(line)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError): return self._bad(line) # a torn property list raises any of these
         except Exception as e:                                      # the XML parser has errors of its own
             if type(e).__module__ != "xml.parsers.expat": raise
             return self._bad(line)
@@ -76,7 +81,8 @@ class PowerParser:
         if self._document is not None: return self._plist(line)
         if head := _HEAD.search(line):
             if self._open: self._bad(b"a sample without ANE Power")
-            self._seconds, self._open = round(float(head[1]) / 1000, 9), True
+            self._open = False
+            self._seconds, self._open = _length(round(float(head[1]) / 1000, 9)), True
         elif line.startswith(b"ANE Power") and (self._open or self._seconds is None):      # once a sample
             self._open = False
             if not (found := _ANE.match(line)): raise ValueError("no number")
@@ -121,16 +127,24 @@ class PowerReport:
         if self.samples: said += f": mean {self.mean_mw:.0f} mW, peak {self.peak_mw:.0f} mW, {self.energy_mj:.0f} mJ over {self.covered_s:.2f} of {self.duration_s:.2f} s"
         return said + (", slowed down by heat?" if self.throttled else "") + (f", {self.malformed} malformed" if self.malformed else "") + (f"; {self.error}" if self.error else "")
 
-# %% ../../nbs/23_ane_power.ipynb #69a57a36
+# %% ../../nbs/23_ane_power.ipynb #4a2b8369
+def _spread(times): # seconds, rising -> the same, but those that are equal lie evenly after the one before
+    out = []
+    for t, same in groupby(times):
+        n, before = len(list(same)), out[-1] if out else t
+        out += [t - (t - before) * (n - 1 - i) / n for i in range(n)]
+    return out
+
 def windows(
     arrivals, # [(seconds on our clock, Reading, or None for a malformed sample)], in order; the first sets the clock
 ):            # [(seconds since the first, mW, seconds of the window)]
-    "The length of each window: as the tool measured it, else between the tool's own time stamps, else between arrivals."
-    out = []
-    for (t0, last), (t, r) in zip(arrivals, arrivals[1:]):
+    "The length of each window, above 0: as the tool measured it, else between the tool's own time stamps, else between arrivals."
+    out, times, readings = [], _spread([t for t, _ in arrivals]), [r for _, r in arrivals]
+    for t0, t, last, r in zip(times, times[1:], readings, readings[1:]):
         if r is None: continue
         stamps = r.when - last.when if last is not None and None not in (r.when, last.when) else 0
-        out.append((t - arrivals[0][0], r.mw, r.seconds or (stamps if stamps > 0 else t - t0)))
+        length = r.seconds or (stamps if stamps > 0 else t - t0)
+        if length > 0: out.append((t - times[0], r.mw, length))
     return out
 
 # %% ../../nbs/23_ane_power.ipynb #c3d7d88e
