@@ -2,6 +2,7 @@
 import copy, sys, threading
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -138,6 +139,35 @@ def test_a_failed_extend_changes_nothing(models):
     model.extend(features_for(draft, 0), c)
     assert c.offset == 10
 
+@pytest.mark.parametrize("T", [0, 12])
+def test_what_is_refused_changes_nothing(models, T):
+    "`propose` and `forward` look at everything before the context grows."
+    draft, model = models("full")
+    c, f = both(draft, model, T)[1], features_for(draft, 5, 3)
+    x = model.embed(model.block(7))
+    for call, words in ((lambda: model.propose(7, f, c, 65), "the block has shape"), (lambda: model.forward(x[..., 1:], f, c), "the block has shape"), (lambda: model.forward(x * float("nan"), f, c), "reaches nan"),
+                        (lambda: model.propose(7, f, c, position=T + 4), f"the context reaches to {T + 5}")):
+        with pytest.raises(ValueError, match=words): call()
+        assert c.offset == c.tokens() == T
+    wide = ANEContext(80)
+    with pytest.raises(ValueError, match="shows 70 rows: the programs have 64"): model.forward(x, features_for(draft, 70), wide)
+    assert wide.offset == 0
+    with model._running, pytest.raises(RuntimeError, match="under way"): model.propose(7, f, c)
+    assert c.offset == T
+    assert model.propose(7, f, c).shape == (1, 7, 512) and c.offset == T + 5
+
+@pytest.mark.parametrize("size", [10, 44, 59])
+def test_padding_never_beats_low_scores(folder, size):
+    "Keys that point away from the queries: every score is as low as the norms allow, and zeros of the padding are far above."
+    draft = tiny_draft(tiny_model("qwen3"), n_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    a = draft.layers[0].self_attn
+    a.q_proj.weight, a.q_norm.weight, a.k_norm.weight = -a.k_proj.weight, mx.ones(32) * size, mx.ones(32) * size
+    model = ANEDraftModel(draft, "reference", context=64, folder=folder).load_weights()
+    x = mx.repeat(mx.random.normal((1, 1, 64), key=mx.random.key(1)), 2, 1)
+    assert off(model.forward(x), draft.forward(x)) < 0.01
+    a.q_norm.weight = a.k_norm.weight = mx.ones(32) * 60
+    with pytest.raises(ValueError, match="allow scores of 20365: at most 19900"): model.load_weights()
+
 # --- blocks
 
 @pytest.mark.parametrize("sizes", [(64, 1), (2, 64, 3), (8, 7, 6, 5)])
@@ -217,6 +247,22 @@ def test_the_trap_is_one(models, call):
             except RuntimeError as e: caught.append(str(e))
         t = threading.Thread(target=work); t.start(); t.join()
     assert caught and "MLX was called in a thread that must not" in caught[0]
+
+def test_no_array_is_made_in_the_thread():
+    "The constructor of a type of an extension cannot be replaced: a stand-in takes the name. It passes for the type in other threads."
+    real, caught = mx.array, []
+    a = mx.array([1.0])
+    with forbid_mlx() as trap:
+        def work():
+            trap.watch()
+            for make in (lambda: mx.array([1.0]), lambda: mx.array(np.ones(3))):
+                try: caught.append(make())
+                except RuntimeError as e: caught.append(str(e))
+        t = threading.Thread(target=work); t.start(); t.join()
+        b = mx.array(np.ones(3), dtype=mx.float16)
+        assert isinstance(a, mx.array) and isinstance(b, mx.array) and not isinstance(1, mx.array) and issubclass(real, mx.array) and mx.array.tolist is real.tolist
+        assert nn.Linear(3, 2)(b.astype(mx.float32)).shape == (2,) and copy.deepcopy(b).tolist() == [1, 1, 1]
+    assert caught == ["MLX was called in a thread that must not: array"] * 2 and mx.array is real and type(b) is real
 
 def test_mlx_is_as_before_the_trap():
     before, own = {(o, n): getattr(o, n) for o in (mx, np, mx.fast) for n in dir(o)}, dict(vars(mx.array))
@@ -354,6 +400,14 @@ def test_binding(models, folder):
     model = ANEDraftModel(draft, "reference", context=64, head="program", folder=folder).load_weights()
     assert model.bind(target) is model and model._lent.target is target
     with pytest.raises(ValueError, match="head of another target"): model.bind(tiny_model("qwen3", seed=1))
+    other = tiny_model("qwen3", seed=1)
+    draft.bind(other)                                                     # behind the model's back
+    for f in (lambda: model.propose(7), lambda: model.bind(other), lambda: model.forward(mx.zeros((1, 3, 64)))):
+        with pytest.raises(ValueError, match="head of another target"): f()
+    context = model.make_cache()
+    with pytest.raises(ValueError, match="load the weights again"): model.propose(7, features_for(draft, 3), context)
+    assert context.offset == 0
+    assert off(model.load_weights().propose(7), draft.propose(7)) < 0.02 and model.bind(other) is model
     free = ANEDraftModel(tiny_draft(target, n_layers=1), "reference", context=64, folder=folder)
     free.draft._lent = None
     free.load_weights()

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from mlx.utils import tree_flatten
 
 ct = pytest.importorskip('coremltools', reason="not available here: pip install 'coremltools>=9.0,<10'")
+from vllm_mlx.ane.draft import why_not
 from vllm_mlx.ane.interpreter import *
 from vllm_mlx.ane.interpreter import OPERATIONS, ReferenceProgram
 from vllm_mlx.ane.kernels import *
@@ -152,7 +153,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize('plan', ['alone', 'planned'])
 def test_every_program_is_the_mlx_drafts_stage(trained, precision, plan):
     programs = trained.programs[precision, plan]
-    if plan == 'alone': assert {p.name for p in programs.programs if p.name.startswith('layer1.')} == {f'layer1.{s}' for s in LAYER}
+    if plan == 'alone': assert {p.name for p in programs.programs if p.name.startswith('layer0.')} == {f'layer0.{s}' for s in LAYER}
     x, context = trained.at(50)
     exact = compare_stages(programs, as_baked(trained.draft, programs.q8), x, context, 3, load=in_float32)
     assert max(exact.values()) < EXACT, max(exact, key=exact.get)
@@ -324,7 +325,7 @@ def test_blobs(data):
 
 # ---- the real thing, on a Mac
 
-on_a_mac = pytest.mark.skipif(sys.platform != 'darwin', reason='not available here: Core ML runs on macOS')
+on_a_mac = pytest.mark.skipif(why_not('coreml') is not None, reason=str(why_not('coreml')))
 
 @pytest.mark.skipif(sys.platform == 'darwin', reason='only where there is no Core ML')
 def test_core_ml_is_refused_clearly(trained):

@@ -1,5 +1,5 @@
 "Core ML programs of a draft: quantisation, planning, building, the cache of compiled drafts."
-import json, os, subprocess, sys
+import io, json, os, subprocess, sys, threading
 from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
@@ -308,8 +308,26 @@ def test_masks_show_what_is_visible(T, S, window):
     columns = np.r_[np.arange(T), d.context + np.arange(S)]
     assert ((mask[0, 0, :S, columns].T == 0) == seen).all()
     rest = np.setdiff1d(np.arange(d.keys), columns)
-    assert (mask[..., rest] == -1e4).all() and set(np.unique(mask)) <= {0, -1e4}
+    assert (mask[..., rest] == -4e4).all() and set(np.unique(mask)) <= {0, -4e4}
     assert (attention_mask(d, T, S)[0, 0] == attention_mask(d, T, S)[0, 0, 0]).all()
+
+
+def test_norms_of_queries_and_keys_are_bounded():
+    "√head_dim times the norms, times the square of what RoPE's tables stretch."
+    target, yarn = tiny_model('qwen3'), dict(rope_type='yarn', factor=64.0, original_max_position_embeddings=32)
+    def norms(size, **options):
+        draft = make_draft(target, n_layers=1, block_size=8, **options)
+        a = draft.layers[0].self_attn
+        a.q_norm.weight, a.k_norm.weight = mx.full(a.q_norm.weight.shape, size), mx.full(a.k_norm.weight.shape, size)
+        return layer_norms(draft_dims(draft, 8, 64), draft.layers[0], 0)
+    root = draft_dims(make_draft(target, n_layers=1, block_size=8), 8, 64).head_dim ** 0.25
+    norms(140 / root)
+    with pytest.raises(ValueError, match="layer 0's norms of queries and keys allow scores of 20164: at most 19900 stay clear of the mask"): norms(142 / root)
+    with pytest.raises(ValueError, match='allow scores of'): norms(140 / root, rope_scaling=yarn)
+    stretch = float(np.abs(rope_tables(make_draft(target, n_layers=1, block_size=8, rope_scaling=yarn).layers[0], [0], np.float32)[0]).max())
+    assert stretch > 1.3
+    norms(140 / root / stretch, rope_scaling=yarn)
+    with pytest.raises(ValueError, match='scores of nan'): norms(float('nan'))
 
 
 # ---- whole drafts
@@ -372,6 +390,47 @@ def test_two_processes_at_once(tmp_path):
     made = {p.communicate(timeout=300)[0].strip() for p in both}
     assert all(p.returncode == 0 for p in both) and len(made) == 1
     assert [f.name for f in tmp_path.iterdir() if not f.name.endswith('.lock')] == [Path(made.pop()).name]
+
+
+def test_two_threads_at_once(tmp_path):
+    "Two drafts in one process: coremltools builds one at a time, and standard error is what it was."
+    target, before = tiny_model('llama'), sys.stderr
+    drafts = [make_draft(target, n_layers=2, block_size=8, seed=i) for i in range(2)]
+    for turn in range(5):
+        got = {}
+        def work(i):
+            try: got[i] = compile_draft(drafts[i], 8, 64, folder=tmp_path / str(turn), head=False)
+            except BaseException as e: got[i] = e
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        assert [type(got[i]) for i in range(2)] == [DraftPrograms] * 2, got
+        assert sys.stderr is before
+    weights = lambda programs: [f.read_bytes() for p in programs.programs for f in sorted(p.path.rglob('weight.bin'))]
+    assert all(weights(got[i]) == weights(compile_draft(drafts[i], 8, 64, folder=tmp_path / 'alone', head=False)) for i in range(2))
+
+
+@pytest.mark.parametrize('name', ['Data/com.apple.CoreML/weights/weight.bin', 'Data/com.apple.CoreML/model.mlmodel', 'Manifest.json', 'programs.json'])
+def test_damage_of_the_same_size_is_found(draft, tmp_path, name):
+    "A file whose bytes changed, not its size: the folder is built anew."
+    made = compile_draft(draft, 8, 64, folder=tmp_path, head=False)
+    before, damaged = files(tmp_path), made.folder / name if name == 'programs.json' else made.programs[1].path / name
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:200] + bytes(2800) + whole[3000:] if 'weight' in name else b' ' * len(whole))
+    assert compile_draft(draft, 8, 64, folder=tmp_path, head=False) == made
+    after = files(tmp_path)
+    assert after.keys() == before.keys() and all(after[n] == before[n] for n in before if n.endswith('weight.bin')) and damaged.read_bytes().strip(b' ')
+    known = json.loads((made.folder / 'programs.json').read_text())['files']
+    assert f'{made.programs[1].name}.mlpackage/Manifest.json' in known and 'programs.json' not in known
+
+
+def test_damage_that_stays_is_an_error(draft, tmp_path, monkeypatch):
+    import vllm_mlx.ane.programs as programs
+    made = compile_draft(draft, 8, 64, folder=tmp_path, head=False)
+    weights = made.programs[0].path / 'Data/com.apple.CoreML/weights/weight.bin'
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+    monkeypatch.setattr(programs.shutil, 'rmtree', lambda *a, **k: None)                       # a folder of somebody else
+    with pytest.raises(OSError, match='is damaged, and cannot be made anew: remove it'): compile_draft(draft, 8, 64, folder=tmp_path, head=False)
 
 
 def test_a_folder_that_takes_no_files(draft, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("coremltools", reason="not available here: pip install 'coremltools>=9.0,<10'")
 from vllm_mlx import cli
 from vllm_mlx.ane import report
-from vllm_mlx.ane.draft import ANEDraftModel
+from vllm_mlx.ane.draft import ANEDraftModel, why_not
 from vllm_mlx.ane.power import PowerMeter, profile_draft_step
 from vllm_mlx.dflash import make_draft
 from vllm_mlx.models import load
@@ -110,6 +110,21 @@ def test_the_lines_of_a_mac(taught, folder, monkeypatch):
     assert text.count("ran on: coreml CPU_AND_NE (a stand-in)") == 2 and text.count("mean 1500 mW") == 2 and text.count("time of a step (median of 10): embed") == 2
     assert "10 operations on ANE, 5 operations on CPU (fc_norm: 1 softmax on CPU; layer0." in text and "not available here" not in text
 
+def test_a_mac_without_an_ane(taught, folder, monkeypatch, capsys):
+    "A virtual machine: nothing fails, the section of Core ML says why it is empty, and the reference runs."
+    import coremltools as ct
+    target, tokenizer, draft, prompts, _ = taught
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ct.models.compute_device.MLComputeDevice, "get_all_compute_devices", classmethod(lambda c: []))
+    said = why_not("coreml")
+    assert said.startswith("Core ML is not available here: this machine has no Neural Engine")
+    with pytest.raises(RuntimeError, match="Core ML is not available here: this machine has no Neural Engine"): ANEDraftModel(draft, "coreml")
+    monkeypatch.setattr(report, "load", lambda name: (target, tokenizer))
+    monkeypatch.setattr(report, "load_dflash", lambda name, target: draft)
+    assert report.main(["--model", "x", "--draft", "x", "--context", "64", "--max-tokens", "4", "--folder", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"- {said}" in out and "FAILED" not in out and out.count("ran on: reference float16") == 2 and out.count("not available here") == 7
+
 def test_a_backend_that_fails_is_a_finding(taught, folder, monkeypatch, capsys):
     target, tokenizer, draft, prompts, _ = taught
     def lines(*args, **options): yield "- first"; raise RuntimeError("compiler error 7")
@@ -118,7 +133,7 @@ def test_a_backend_that_fails_is_a_finding(taught, folder, monkeypatch, capsys):
     assert text.count("- FAILED with RuntimeError: compiler error 7") == 2 and text.count("- first") == 2
     monkeypatch.setattr(report, "load", lambda name: (target, tokenizer))
     monkeypatch.setattr(report, "load_dflash", lambda name, target: draft)
-    assert report.main(["--draft", "x"]) == 1 and "FAILED" in capsys.readouterr().out
+    assert report.main(["--model", "x", "--draft", "x"]) == 1 and "FAILED" in capsys.readouterr().out
 
 def test_report_sees_a_wrong_program(taught, folder):
     target, tokenizer, draft, prompts, _ = taught
@@ -144,7 +159,7 @@ def test_a_wrong_program_fails_the_report(taught, folder, monkeypatch, capsys):
     monkeypatch.setattr(d, "load_program", off)
     monkeypatch.setattr(report, "load", lambda name: (target, tokenizer))
     monkeypatch.setattr(report, "load_dflash", lambda name, target: draft)
-    assert report.main(["--draft", "x", "--context", "64", "--max-tokens", "4", "--folder", str(folder)]) == 1
+    assert report.main(["--model", "x", "--draft", "x", "--context", "64", "--max-tokens", "4", "--folder", str(folder)]) == 1
     said = capsys.readouterr().out
     assert "DIFFERS" not in said and [l for l in said.splitlines() if "WRONG" in l and "attention" in l] and not [l for l in said.splitlines() if "WRONG" in l and "mega_qkv" in l]
 
@@ -159,7 +174,7 @@ def test_mistakes_of_the_command(monkeypatch, capsys):
     "One line on standard error, before a model is loaded; and a failed check is no success."
     with monkeypatch.context() as m:
         m.setattr(report, "load", lambda name: pytest.fail("a model was loaded before the mistake was found"))
-        for words, phrase in ((["--context", "0"], "--context is 0: a number above 0"), (["--max-tokens", "-3"], "--max-tokens is -3"), (["--seconds", "inf"], "--seconds is inf"), (["--contexts", "9"], "--contexts"), (["--context", "x"], "'x'")):
+        for words, phrase in ((["--context", "0"], "--context is 0: a number above 0"), (["--max-tokens", "-3"], "--max-tokens is -3"), (["--seconds", "inf"], "--seconds is inf"), (["--draft", "x"], "--draft is x without --model: name the target"), (["--contexts", "9"], "--contexts"), (["--context", "x"], "'x'")):
             assert cli.main(["ane-report", *words]) == 2
             out, err = capsys.readouterr()
             assert out == "" and phrase in err and err.count("\n") == 1
@@ -167,12 +182,26 @@ def test_mistakes_of_the_command(monkeypatch, capsys):
         with monkeypatch.context() as m:
             m.setattr(report, "load", lambda name: (None, None)); m.setattr(report, "load_dflash", lambda *a: None)
             m.setattr(report, "ane_report", lambda *a, **k: iter([line]))
-            assert cli.main(["ane-report", "--draft", "x"]) == code and line in capsys.readouterr().out
+            assert cli.main(["ane-report", "--model", "x", "--draft", "x"]) == code and line in capsys.readouterr().out
     assert cli.main(["ane-report", "--help"]) == 0 and "--context" in capsys.readouterr().out
     with monkeypatch.context() as m:
         def missing(*a, **k): raise ImportError("pip install 'coremltools>=9.0,<10'")
         m.setattr(report, "run_report", missing)
         assert cli.main(["ane-report"]) == 2 and "coremltools>=9.0,<10" in capsys.readouterr().err
+
+def test_every_shipped_draft_is_reported(monkeypatch, capsys):
+    "Without a model: all of them, and one failure is the command's."
+    asked, bad = [], []
+    monkeypatch.setattr(report, "DRAFTS", dict(a=dict(target="A"), b=dict(target="B"), c=dict(target="C")))
+    monkeypatch.setattr(report, "default_draft", lambda model: dict(A="a", C="c").get(model))     # b has no files here
+    monkeypatch.setattr(report, "load", lambda name: (name, None))
+    monkeypatch.setattr(report, "load_dflash", lambda name, target: asked.append((name, target)) or name)
+    monkeypatch.setattr(report, "ane_report", lambda draft, *a, **k: iter(["- FAILED with" if draft in bad else "- fine"]))
+    assert report.main([]) == 0 and asked == [("a", "A"), ("c", "C")] and "model A, draft a" in capsys.readouterr().out
+    bad.append("a")
+    assert report.main([]) == 1 and len(asked) == 4
+    monkeypatch.setattr(report, "default_draft", lambda model: None)
+    assert report.main([]) == 2 and "no draft is shipped" in capsys.readouterr().err
 
 def test_report_module(capsys):
     assert report.main(["--model", "nano-hybrid", "--draft", "/no/such/draft"]) == 2

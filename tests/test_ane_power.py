@@ -96,6 +96,15 @@ def test_time_stamps_of_the_tool():
     with meter.measure() as r: until(meter, lines(5))
     assert [s for _, _, s in r.samples] == [1.0] * 4 and r.energy_mj == pytest.approx(400)
 
+@pytest.mark.parametrize("ahead", [3600.0, 1e9, -3600.0])
+def test_a_clock_that_is_set(ahead):
+    "One window of the tool's clock is off by an hour or more: its length is that between arrivals."
+    for n in (2, 3, 9):
+        whens = [i + (ahead if i >= n // 2 + 1 else 0) for i in range(n + 1)]
+        assert [s for _, _, s in windows([(0.9 * i, Reading(5, when=w)) for i, w in enumerate(whens)])] == pytest.approx([0.9 if i == n // 2 else 1.0 for i in range(n)])
+    slow = [(i, Reading(5, when=w)) for i, w in enumerate((0, 1, 2, 9, 10))]                # a window that was long is one
+    assert [s for _, _, s in windows(slow)] == [1, 1, 7, 1]
+
 def test_lines_that_come_at_once():
     "No stamps, and a reader that was asleep: the lines share the time, so that each has a window and the mean is one of power."
     code = "import sys, time\nline = '{\"ane_power\": %s}\\n'\nsys.stdout.write(line % 5); time.sleep(0.05); sys.stdout.write(line % 1 + line % 3 + line % 3 + line % 1)\ntime.sleep(600)"
@@ -232,6 +241,17 @@ def test_start_after_the_child_died():
     until(meter, ended)
     assert meter.start()._child is not first
     meter.stop()
+
+def test_a_child_that_closes_its_output_and_lives():
+    "Before any reading, and after some: neither `start` nor `stop` waits for it, and it is ended."
+    meter = saying("import os, time\nos.close(1)\ntime.sleep(600)")
+    with pytest.raises(PowerUnavailable, match="closed its output and still runs: it said nothing"): meter.start()
+    meter = saying(f"import os, time\npower = 0.2\nfor second in range(3): {STAMPED}\nos.close(1)\ntime.sleep(600)").start()
+    child = meter._child
+    until(meter, ended)
+    r = meter.stop()
+    assert len(r.samples) == 2 and "closed its output and still runs" in r.error and r.error.endswith("before the stop")
+    assert child.process.returncode == -signal.SIGTERM and not meter.running
 
 def test_a_child_that_ignores_sigterm(monkeypatch):
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGPIPE, signal.SIG_IGN)\nprint('{\"ane_power\": 0.2}', flush=True)\ntime.sleep(60)"

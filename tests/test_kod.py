@@ -345,3 +345,14 @@ def test_on_recorded_answers():
     assert total(rough) < min(map(total, fixed.values())) / 0.93 and plain("chat") / total(rough, "chat") > 0.95
     wrong = [a | dict(runs={g: [0] * len(r) for g, r in a["runs"].items()}) for a in answers]
     assert all(r.tokens / r.seconds > 0.9 for r in replay(sharing(), wrong, cost))
+
+
+def test_cleared_while_requests_are_under_way():
+    mem = KodMemory()
+    a = BlockController(8, memory=mem)
+    mem.clear()
+    a.update(8, 5, .01)
+    mem.clear()
+    BlockController(3, memory=mem)
+    for _ in range(4): a.update(8, 5, .01)
+    assert mem.trials() >= 0

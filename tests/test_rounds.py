@@ -204,6 +204,137 @@ def test_interrupted_right_after_the_booking(name, n, family, ids, monkeypatch):
     check_state(model, cache, good, out)
 
 
+def go_on(model, want, ids, cache, out, draft):
+    "The rest of the answer after something was interrupted, with a draft that is always right."
+    good = FakeDraft((PROMPT + want + [0] * 40).__getitem__) if draft is None else draft
+    out = out + tokens_of(stream_generate(model, good, ids, [], max_tokens=N - len(out), block_size=4, prompt_cache=cache))
+    assert out == want[:N] and cache.tokens == PROMPT + out
+    return out, good
+
+def until_interrupted(model, draft, ids, cache):
+    out = []
+    with pytest.raises(KeyboardInterrupt):
+        for r in stream_generate(model, draft, ids, PROMPT, max_tokens=N, block_size=4, prompt_cache=cache, prefill_step_size=16): out.append(r.token)
+    return out
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_interrupted_when_the_forward_is_done_and_nobody_has_its_records(name, family, ids, monkeypatch):
+    model, want = family(name)
+    text, real, calls = PROMPT + want + [0] * 40, rounds.verify_with, [0]
+    draft = FakeDraft(lambda i: text[i] if i % 3 else 511 - text[i])
+    def verify_with(*a):
+        out = real(*a)
+        calls[0] += 1
+        if calls[0] == 2: raise KeyboardInterrupt("here")
+        return out
+    cache = SpecCache(model, draft)
+    with monkeypatch.context() as m:
+        m.setattr(rounds, "verify_with", verify_with)
+        out = until_interrupted(model, draft, ids, cache)
+    out, good = go_on(model, want, ids, cache, out, None)
+    check_state(model, cache, good, out)
+
+def test_interrupted_when_the_context_has_the_features(family, ids, monkeypatch):
+    model, want = family("llama")
+    draft, calls = tiny_draft(model), [0]
+    real, cache = draft.extend, SpecCache(model, draft)
+    def extend(*a):
+        real(*a)
+        calls[0] += 1
+        if calls[0] == 3: raise KeyboardInterrupt("here")
+    object.__setattr__(draft, "extend", extend)
+    try: out = until_interrupted(model, draft, ids, cache)
+    finally: object.__delattr__(draft, "extend")
+    assert calls[0] == 3
+    out, _ = go_on(model, want, ids, cache, out, draft)
+    assert cache.context.offset + cache.pending == cache._read
+
+def test_interrupted_between_the_layers_of_the_context(family, ids, monkeypatch):
+    model, want = family("llama")
+    draft, calls = tiny_draft(model), [0]
+    cache = SpecCache(model, draft)
+    rows = type(cache._context.rows[0])
+    real = rows.append
+    def append(self, *a):
+        calls[0] += 1
+        if calls[0] == 6: raise KeyboardInterrupt("here")               # of two layers the second, in the third round
+        return real(self, *a)
+    with monkeypatch.context() as m:
+        m.setattr(rows, "append", append)
+        out = until_interrupted(model, draft, ids, cache)
+    assert len({len(r.positions) for r in cache._context.rows}) == 1 and cache._context.offset == len(cache._context.rows[0].positions)
+    go_on(model, want, ids, cache, out, draft)
+
+def test_interrupted_at_the_end_leaves_the_cache_free(family, ids, monkeypatch):
+    model, want = family("llama")
+    draft = tiny_draft(model)
+    cache = SpecCache(model, draft)
+    with monkeypatch.context() as m:
+        m.setattr(rounds, "repetition", lambda tokens: (_ for _ in ()).throw(KeyboardInterrupt("here")))
+        gen = stream_generate(model, draft, ids, PROMPT, max_tokens=6, block_size=4, prompt_cache=cache)
+        out = []
+        with pytest.raises(KeyboardInterrupt):
+            for r in gen: out.append(r.token)
+    go_on(model, want, ids, cache, out, draft)
+
+def test_a_sparse_prefill_that_fails_forgets_nothing(family, ids):
+    from vllm_mlx.specprefill import SpecPrefill
+    model, want = family("llama")
+    draft, cache = tiny_draft(model), None
+    cache = SpecCache(model, draft)
+    out = tokens_of(stream_generate(model, draft, ids, PROMPT, max_tokens=6, block_size=4, prompt_cache=cache))
+    def no(*a): raise Boom("no")
+    with pytest.raises(Boom):
+        for _ in stream_generate(model, draft, ids, list(range(3, 60)), max_tokens=6, prompt_cache=cache, sparse=SpecPrefill(model, threshold=0, keep_pct=.5), progress=no): pass
+    assert cache.tokens == PROMPT + out
+    go_on(model, want, ids, cache, out, draft)
+
+def test_features_do_not_pile_up(family, ids):
+    model, _ = family("llama")
+    draft = tiny_draft(model)
+    cache = SpecCache(model, draft)
+    for r in stream_generate(model, draft, ids, PROMPT, max_tokens=120, block_size=1, prompt_cache=cache): assert len(cache._features) <= 40
+    assert cache.pending + cache.context.offset == cache._read
+
+def test_rounds_that_trace_the_draft_are_not_told(family, ids, monkeypatch):
+    "On a GPU the draft's block is a graph too."
+    from vllm_mlx import draft_state, kod
+    model, _ = family("llama")
+    draft, told = tiny_draft(model), []
+    real_cache, real = draft.make_cache, kod.BlockController.update
+    def update(self, gamma, accepted, ms, at): told.append(gamma); return real(self, gamma, accepted, ms, at)
+    self_run, init = [None], rounds._Run.block
+    def block(self, gamma):
+        self_run[0] = self
+        before, n = self.traces(), len(told)
+        init(self, gamma)
+        assert len(told) == n or self.traces() == before
+    def make_cache():
+        cache = real_cache()
+        cache.fixed = True
+        return cache
+    monkeypatch.setattr(kod.BlockController, "update", update)
+    monkeypatch.setattr(rounds._Run, "block", block)
+    object.__setattr__(draft, "make_cache", make_cache)
+    try:
+        for _ in range(3): tokens_of(stream_generate(model, draft, ids, PROMPT, max_tokens=40, memory=KodMemory()))
+    finally: object.__delattr__(draft, "make_cache")
+    assert self_run[0] is not None and self_run[0].traces() > 0
+
+def test_a_rebound_draft_lets_its_old_target_go(ids):
+    import weakref
+    old, new = tiny_model("llama"), tiny_model("llama")
+    draft = tiny_draft(old)
+    cache = draft.make_cache()
+    cache.fixed = True
+    for _ in range(2): draft.extend(draft.features([mx.zeros((1, 3, draft.config.hidden_size))] * len(draft.config.target_layer_ids)), cache, np.arange(cache.offset, cache.offset + 3)); mx.eval(draft.propose(1, None, cache, 4, cache.offset))
+    gone = weakref.ref(old)
+    draft.bind(new)
+    del old
+    gc.collect()
+    assert gone() is None
+
+
 def test_thrown_at_a_yield_abandoned_and_closed_twice(family, ids):
     model, want = family("qwen3_5")
     draft = drafts_for(model, PROMPT + want)["oracle"]

@@ -204,7 +204,7 @@ class _Lent:
     @property
     def dtype(self): return self.embed(mx.zeros((1, 1), mx.int32)).dtype
 
-# %% ../nbs/13_dflash.ipynb #443d664d
+# %% ../nbs/13_dflash.ipynb #63ac51d5
 class DFlashDraftModel(_DFlashBlocks):
     "The block-diffusion draft of DFlash (arXiv 2602.06036). Bind it to its target, fill a cache with features, and `propose`."
     def __init__(self,
@@ -223,6 +223,7 @@ class DFlashDraftModel(_DFlashBlocks):
             if ours != theirs: raise ValueError(f"the draft was made for a target with {name} {ours}; {type(target).__name__} has {theirs}")
         if max(c.target_layer_ids) >= n: raise ValueError(f"the draft reads target layer {max(c.target_layer_ids)}; {type(target).__name__} has layers 0 to {n - 1}")
         self._lent = lent
+        owned(self).pop('block', None)                                       # a graph knows the target that was lent before, and would keep it
         return self
 
     def _borrowed(self):

@@ -208,7 +208,7 @@ class _Rows:
         room = np.zeros((S, self.keys.shape[2] - n if n else 0), bool)
         return mx.array(np.concatenate([seen[:, :n], room, seen[:, n:]], axis=1))
 
-# %% ../nbs/12c_draft_state.ipynb #fba54360
+# %% ../nbs/12c_draft_state.ipynb #320b55a8
 class DraftCache:
     "Keys and values of the context, layer by layer; append-only but for `trim`. Nothing of a block is ever in it."
     def __init__(self,
@@ -235,8 +235,13 @@ class DraftCache:
     def append(self, pairs, positions):
         "Append [(keys, values)] of each layer at `positions`; rows beyond those are filling. Raises ValueError for another batch size."
         if (old := self.rows[0].keys) is not None and old.shape[0] != pairs[0][0].shape[0]: raise ValueError(f"the cache holds {old.shape[0]} rows of a batch, the features have {pairs[0][0].shape[0]}")
-        for rows, (keys, values) in zip(self.rows, pairs): rows.append(keys, values, positions)
-        if len(positions): self.offset = int(positions[-1]) + 1
+        held = [(r, dict(vars(r)), len(r.positions)) for r in self.rows]
+        try:
+            for rows, (keys, values) in zip(self.rows, pairs): rows.append(keys, values, positions)
+            if len(positions): self.offset = int(positions[-1]) + 1
+        except BaseException:                                                    # an interrupt between two layers
+            for r, attributes, n in held: vars(r).update(attributes); del r.positions[n:]
+            raise
 
     def trim(self,
         n,  # tokens to take back, from the end

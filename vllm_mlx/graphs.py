@@ -95,7 +95,7 @@ def stand_in(
     "What a model is given inside of a trace."
     return _kinds[kind][0](*arrays, **_kinds[kind][1])
 
-# %% ../nbs/12b_graphs.ipynb #a324d58c
+# %% ../nbs/12b_graphs.ipynb #2e6d3622
 def _skeleton(module):
     "(copy of all containers, [(container, key, its copy)] of the arrays, what is taken for granted: see `_as_traced`); for the module itself the container is None."
     arrays, edges, sizes, facts, seen = [], [], [], [], {}
@@ -160,5 +160,5 @@ def owned(
     "Where things that belong to a module are kept, without keeping it alive."
     entry = _owned.get(id(module))
     if entry is None or entry[0]() is not module:
-        entry = _owned[id(module)] = weakref.ref(module, lambda _, key=id(module): _owned.pop(key, None)), {}
+        entry = _owned[id(module)] = weakref.ref(module, lambda _, key=id(module), pop=_owned.pop: pop(key, None)), {}
     return entry[1]

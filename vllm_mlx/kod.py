@@ -221,7 +221,7 @@ class CostCurve:
         self._tables[bucket, top] = out
         return out
 
-# %% ../nbs/14_kod.ipynb #0217f903
+# %% ../nbs/14_kod.ipynb #b89d4476
 class KodMemory:
     "What the requests of one target and draft know together: costs, acceptance, the account, and when which size was run. Requests may use it from several threads. Nothing in it holds a model."
     def __init__(self, curve=None,          # CostCurve; None: a new one
@@ -258,7 +258,7 @@ class KodMemory:
             self.debt = max(-self.carry * step, self.debt + change)
             if block > 1:
                 self.drafted += 1
-                self.pool.see(block - 1, accepted)
+                if self.pool is not None and len(self.pool.hits) >= block - 1: self.pool.see(block - 1, accepted)     # else it was cleared meanwhile
 
 # %% ../nbs/14_kod.ipynb #13442ac1
 class BlockController:

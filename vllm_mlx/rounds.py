@@ -5,23 +5,25 @@
 # %% auto #0
 __all__ = ['SpecCache', 'repetition', 'SpecStats', 'SpecResponse']
 
-# %% ../nbs/14b_rounds.ipynb #e061e82a
+# %% ../nbs/14b_rounds.ipynb #5674dd53
 import copy, time
 from collections import deque
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, make_prompt_cache
 
 from .acceptance import draw_proposals, gumbel_noise, judge, process_rows
 from .compiled_verify import owned, traces_of, verify_with, whole_refusal
+from .graphs import Graph
 from .rollback import Records, cache_leaves, rollback
 from .sparse_prefill import SparseKVCache
 from .verify import find_fa_mask_cache_idx, noting_view
 
-# %% ../nbs/14b_rounds.ipynb #05592299
+# %% ../nbs/14b_rounds.ipynb #4c612c99
 def _position_in(model, cache):
     leaf = cache[find_fa_mask_cache_idx(model)]
     return int(getattr(leaf, 'offset', 0)) if not isinstance(leaf, ArraysCache) else 0
@@ -35,6 +37,7 @@ class SpecCache:
     ):
         self._target = make_prompt_cache(model) if cache is None else cache
         self._context = None if draft is None else draft.make_cache()
+        self._ids = None if draft is None else list(draft.config.target_layer_ids)           # what the features in it are of
         self._features, self._next, self._run = [], None, None
         self.tokens, self._read, self._shift = [], 0, _position_in(model, self._target)     # position of tokens[i] is _shift + i
 
@@ -103,7 +106,7 @@ class SpecResponse(GenerationResponse):
     block_size: int = 1       # of the round that gave this token; 1: a plain step
     stats: SpecStats = None
 
-# %% ../nbs/14b_rounds.ipynb #6f6047de
+# %% ../nbs/14b_rounds.ipynb #af800422
 class _Run:
     "One generation on one SpecCache."
     def __init__(self, model, draft, cache, sampling, processors=(), controller=None, size=None, exact=False, profile=False, max_tokens=-1, stops=(), shared=True, kv=None, stats=None, how='plain'):
@@ -196,19 +199,25 @@ class _Run:
         except Exception:
             if not failed: raise
         finally:
-            all_read = self.shared and c._read == len(c.tokens)
-            c._next, c._run = self.logits if all_read else None, None
-            self.release()
-            self.stats.repetition = repetition(c.tokens[-self.stats.generation_tokens:]) if self.stats.generation_tokens else 0.0
-            if self.controller is not None: self.stats.controller = self.controller.stats()
+            try:
+                if not (self.shared and c._read == len(c.tokens)): c._next = None
+                elif self.ready or self.logits is not None: c._next = self.logits            # else nothing was read: what comes next is what came next
+                self.release()
+                self.stats.repetition = repetition(c.tokens[-self.stats.generation_tokens:]) if self.stats.generation_tokens else 0.0
+                if self.controller is not None: self.stats.controller = self.controller.stats()
+            finally: c._run = None                                               # whatever came in between: the cache is free
 
     def flush(self):
         "Pending features become context of the draft."
         c = self.cache
         if not c._features: return
         f, end = c._features[0] if len(c._features) == 1 else mx.concatenate(c._features, axis=1), c._shift + c._read
-        self.draft.extend(f, c._context, np.arange(end - f.shape[1], end))
-        c._features = []
+        try:
+            self.draft.extend(f, c._context, np.arange(end - f.shape[1], end))
+            c._features = []
+        except BaseException:                                                # an interrupt, when the context already has them
+            if getattr(c._context, 'offset', None) == end: c._features = []
+            raise
 
     def quantize(self):
         if self.kv: maybe_quantize_kv_cache(self.cache._target, **self.kv)
@@ -268,7 +277,7 @@ class _Run(_Run):
         self.prefill([], 1)
         self.stats.prompt_tokens, self.stats.prefill = len(tokens), r
 
-# %% ../nbs/14b_rounds.ipynb #d92cb4aa
+# %% ../nbs/14b_rounds.ipynb #a1e4a32e
 def _log_softmax(rows): return rows - mx.logsumexp(rows, axis=-1, keepdims=True)
 
 class _Run(_Run):
@@ -279,23 +288,28 @@ class _Run(_Run):
         m = int(min(len(new), self.room))
         return next((i + 1 for i, t in enumerate(new[:m]) if t in self.stops), m)
 
+    def traces(self):
+        "How many graphs of target and draft were made so far."
+        mine = [g for g in owned(self.draft).values() if isinstance(g, Graph)] if isinstance(self.draft, nn.Module) else []
+        return traces_of(self.model) + sum(g.traces for g in mine)
+
     def block(self, gamma):
         c, took = self.cache, self.stats.seconds
         if sum(f.shape[1] for f in c._features) > 2 * gamma: self.flush(); mx.eval(getattr(c._context, 'state', []))     # catching up after plain steps: not this round's cost
-        began, at, anchor = time.perf_counter(), c._shift + c._read, c.tokens[-1]
+        began, at, anchor, traces = time.perf_counter(), c._shift + c._read, c.tokens[-1], self.traces()
         places, self.logits = range(at + 1, at + 1 + gamma), None
         self.flush()
         proposed = self.draft.propose(anchor, None, c._context, gamma, at)[0]
         noise = None if self.sampling.greedy else gumbel_noise(self.sampling.seed, places, proposed.shape[-1])
         drafts, log_q = draw_proposals(proposed, self.sampling, places[:-1], None if noise is None else noise[:-1])
         (mx.eval if self.profile else mx.async_eval)(drafts)
-        drafted, traces = time.perf_counter(), traces_of(self.model)
+        drafted = time.perf_counter()
         accepted, new, logprobs, undone = (self.verify_rows if self.exact else self.verify)(anchor, drafts, log_q, places, noise)
         self.queue.extend((t, i < accepted, logprobs[i], gamma) for i, t in enumerate(new[:self.limit(new)]))
         now = time.perf_counter()
         took['draft'] += drafted - began; took['verify'] += now - drafted - undone; took['rollback'] += undone
         self.stats.block_sizes.append(gamma); self.stats.acceptance_lengths.append(accepted + 1)
-        if self.controller is not None and traces_of(self.model) == traces: self.controller.update(gamma, accepted, now - began, at)     # a round that traced a graph says nothing about the next
+        if self.controller is not None and self.traces() == traces: self.controller.update(gamma, accepted, now - began, at)     # a round that traced a graph says nothing about the next
 
     def form(self, cache):
         "The form of this round's verification: `auto` measures only when an answer has become long enough to repay it, and a cache that was quantised on the way can no longer be one graph."
@@ -305,8 +319,9 @@ class _Run(_Run):
     def verify(self, anchor, drafts, log_q, places, noise):
         c, wrapped, booked = self.cache, self.before(), self.booked()
         block = mx.concatenate([mx.array([anchor], dtype=mx.int32), drafts])[None]
-        logits, _, hidden, records = verify_with(self.model, block, c._target, self.ids, self.form(c._target))
+        guard = Records(c._target, block.shape)                                 # an interrupt may come before `records` has a name
         try:
+            logits, _, hidden, records = verify_with(self.model, block, c._target, self.ids, self.form(c._target))
             rows = process_rows(logits[0], self.history(), drafts, self.processors)
             accepted, token = judge(rows, drafts, self.sampling, places, log_q, noise)
             logprobs = _log_softmax(rows)
@@ -320,7 +335,7 @@ class _Run(_Run):
             self.took(keep, [h[:, :keep] for h in hidden], records, wrapped, logits[0])
         except BaseException:                                                # an interrupt may come anywhere, right after the booking too
             self.unbook(booked)
-            self.restore(records, wrapped)
+            self.restore(guard, wrapped)
             raise
         return accepted, new, logprobs, time.perf_counter() - judged
 
@@ -340,7 +355,7 @@ class _Run(_Run):
             if not stays or self.limit(new) < len(new) or row in self.stops: break
         return len(new) - 1 if not stays else len(new), new, logprobs, 0.0
 
-# %% ../nbs/14b_rounds.ipynb #c55a8f52
+# %% ../nbs/14b_rounds.ipynb #fa3b58af
 class _Run(_Run):
     def choose(self):
         room = min(self.room, self.until_quantized())
@@ -377,8 +392,8 @@ class _Run(_Run):
         logprobs = _log_softmax(rows)[0]
         counted, ahead = fed or self.counted, self.runs_ahead()
         mx.async_eval(token, logprobs)                                              # apart from the next forward: who waits for one batch waits for all of it
+        if self.draft is not None and len(c._features) > 32: self.flush(); mx.async_eval(getattr(c._context, 'state', []))      # all of them are of emitted tokens
         if ahead:
-            if self.draft is not None and len(c._features) > 32: self.flush(); mx.async_eval(getattr(c._context, 'state', []))
             self.trail.clear()
             self.forward(token.reshape(1, 1))
             mx.async_eval(self.logits)

@@ -6,8 +6,8 @@
 __all__ = ['prompt_ids', 'stream_generate', 'generate', 'bench_speculate', 'bench_proposals', 'best_proposal', 'proposals_table',
            'KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
-# %% ../nbs/15_speculate.ipynb #e47708c8
-import time
+# %% ../nbs/15_speculate.ipynb #1cfa1b84
+import inspect, time
 
 import mlx.core as mx
 import numpy as np
@@ -50,7 +50,7 @@ def prompt_ids(
     ids = list(out["input_ids"] if hasattr(out, "keys") else out)
     return cache.rest_of(ids) if isinstance(cache, SpecCache) and cache.tokens else ids
 
-# %% ../nbs/15_speculate.ipynb #fa562646
+# %% ../nbs/15_speculate.ipynb #f7481d58
 def _check_draft(model, draft):
     lent = getattr(draft, '_lent', draft)
     if lent is None: draft.bind(model)
@@ -71,6 +71,16 @@ def _check_kv(model, bits, group):
     except ValueError: return
     if bad := [d for d in dims if d and d % group]: raise ValueError(f"kv_group_size is {group}: the heads of {type(model).__name__} have {bad[0]} dimensions, which cannot be cut into such groups")
 
+def _check_spec_cache(model, draft, cache):
+    "That a conversation is one of this target, and its features ones for this draft."
+    here, needed = len(cache._target), len(make_prompt_cache(model))
+    if here != needed: raise ValueError(f"the prompt cache has {here} slots, {type(model).__name__} needs {needed}: it is of another model")
+    if draft is None: return
+    if cache._context is None: raise ValueError("the SpecCache was made without a draft: SpecCache(model, draft) keeps features for one")
+    c, rows = draft.config, getattr(cache._context, 'rows', None)
+    if cache._ids != list(c.target_layer_ids): raise ValueError(f"the SpecCache keeps features of layers {cache._ids}, this draft reads {list(c.target_layer_ids)}: it was made for another draft")
+    if rows is not None and len(rows) != c.num_hidden_layers: raise ValueError(f"the SpecCache holds the context of a draft with {len(rows)} layers, this draft has {c.num_hidden_layers}: it was made for another draft")
+
 def _check_size(block_size, draft, curve, memory=None):
     "(fixed size or None, BlockController or None); `memory` None: a new one."
     if draft is None: return None, None
@@ -80,7 +90,7 @@ def _check_size(block_size, draft, curve, memory=None):
     if not isinstance(size, int) or size < 1: raise ValueError(f"block_size is {block_size!r}: 'kod', None for the trained size ({trained}), or at least 1 is needed")
     return size, None
 
-# %% ../nbs/15_speculate.ipynb #b75e2abf
+# %% ../nbs/15_speculate.ipynb #7292e762
 def stream_generate(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft; None: plain decoding, through the same loop
@@ -118,6 +128,8 @@ def stream_generate(
     if vocab and (bad := [t for t in tokens if not 0 <= t < vocab]): raise ValueError(f"token id {bad[0]} is outside of the model's vocabulary of {vocab:,}")
     if draft is not None: _check_draft(model, draft)
     if sparse is not None and sparse.model is not model: raise ValueError("sparse is a SpecPrefill of another model")
+    takes = {} if sparse is None else inspect.signature(sparse.prefill).parameters
+    if sparse is not None and not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (bad := [k for k in sparse_options or {} if k not in takes or k in ('self', 'tokens', 'prompt_cache', 'progress')]): raise ValueError(f"sparse_options has {bad[0]!r}, which prefill of SpecPrefill does not take")
     if verify not in (*FORMS, 'auto'): raise ValueError(f"verify is {verify!r}: {', '.join(FORMS)} or auto is needed")
     if verify == 'whole' and draft is not None and (why := whole_refusal(model, make_prompt_cache(model) if prompt_cache is None else getattr(prompt_cache, '_target', prompt_cache))): raise ValueError(f"verify is 'whole': {why}")
     if not (memory is None or memory is False or isinstance(memory, KodMemory)): raise ValueError(f"memory is {memory!r}: None for what this pair has learnt, False for nothing, or a KodMemory is needed")
@@ -127,7 +139,7 @@ def stream_generate(
     if memory is None and draft is not None and block_size == "kod": memory = pair_memory(model, draft, (exact, verify, profile, kv_bits, bool(logits_processors), None if sampling.greedy else proposal))
     size, controller = _check_size(block_size, draft, curve, memory or None)
     cache = prompt_cache if isinstance(prompt_cache, SpecCache) else SpecCache(model, draft, prompt_cache)
-    if draft is not None and cache._context is None: raise ValueError("the SpecCache was made without a draft: SpecCache(model, draft) keeps features for one")
+    _check_spec_cache(model, draft, cache)
     if not tokens and not cache.tokens: raise ValueError("the prompt is empty: at least one token is needed")
     stats = SpecStats() if stats is None else stats
     if controller is not None: stats.curve = controller.curve

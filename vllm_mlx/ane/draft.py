@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'why_not', 'ANEContext', 'ANEDraftModel', 'forbid_mlx']
 
-# %% ../../nbs/22_ane_draft.ipynb #71e291ac
+# %% ../../nbs/22_ane_draft.ipynb #a839da61
 import importlib.util, platform, sys, threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from .interpreter import load_program
+from .interpreter import _need_core_ml, load_program
 from .kernels import Q8LayerWeights, draft_dims, from_columns, read_argmax, to_columns
 from .programs import attention_mask, compile_draft, layer_norms, rope_tables, spread_norm
 from ..dflash import SPARE, visible
 from ..models import cache_folder
 
-# %% ../../nbs/22_ane_draft.ipynb #7fbe9be4
+# %% ../../nbs/22_ane_draft.ipynb #b91a35f8
 BACKENDS = ("coreml", "reference")
 
 def why_not(
@@ -29,7 +29,9 @@ def why_not(
     if backend not in BACKENDS: raise ValueError(f"backend is {backend!r}: 'coreml' or 'reference' is needed")
     if backend == "reference": return None
     if sys.platform != "darwin": return f"Core ML is not available here: it is a part of macOS, and this is {platform.system()}. backend='reference' evaluates the same programs with numpy"
-    return None if importlib.util.find_spec("coremltools") else "Core ML is not available here: coremltools is missing, `pip install 'coremltools>=9.0,<10'` brings it"
+    if not importlib.util.find_spec("coremltools"): return "Core ML is not available here: coremltools is missing, `pip install 'coremltools>=9.0,<10'` brings it"
+    try: _need_core_ml()
+    except RuntimeError as e: return f"Core ML is not available here: {e}"   # a Mac without an ANE, such as a virtual machine
 
 # %% ../../nbs/22_ane_draft.ipynb #91252811
 class ANEContext:
@@ -79,7 +81,7 @@ class ANEContext:
         vars(new).update(vars(self))                                  # arrays are replaced, never written into
         return new
 
-# %% ../../nbs/22_ane_draft.ipynb #ae81a368
+# %% ../../nbs/22_ane_draft.ipynb #0ca9bba0
 class ANEDraftModel:
     "The draft of chapter 13, computed by the programs of chapter 20; `stream_generate` takes it like any other draft. One sequence."
     def __init__(self,
@@ -105,6 +107,7 @@ class ANEDraftModel:
         self.folder = cache_folder() / "ane" if folder is None else Path(folder)
         self.programs, self.ran, self._steps, self._buffers, self._masks = None, None, [], {}, {}
         self._columns, self._results, self._running = None, None, threading.Lock()
+        self._head_of = None                                          # the target whose head is in the programs
 
     # --- what the draft says as well as we do
     @property
@@ -123,11 +126,11 @@ class ANEDraftModel:
         target, # the mlx-lm model it drafts for
     ):          # the model
         "Raises ValueError for another target than the one whose head is in the programs, or one that does not fit."
-        if self.programs is not None and self.head == "program" and (self._lent is None or self._lent.target is not target): raise ValueError("the programs hold the head of another target: bind before the weights are loaded")
+        if self._head_of is not None and self._head_of is not target: raise ValueError("the programs hold the head of another target: bind before the weights are loaded")
         self.draft.bind(target)
         return self
 
-# %% ../../nbs/22_ane_draft.ipynb #858eef44
+# %% ../../nbs/22_ane_draft.ipynb #cf01bb44
 class ANEDraftModel(ANEDraftModel):
     def load_weights(self): # the model
         "Compile the programs with float16 weights, or find them on disk."
@@ -163,6 +166,7 @@ class ANEDraftModel(ANEDraftModel):
         for i in range(d.layers): self.load_layer_norm_weights(i)
         self._buffers["norm_w"] = spread_norm(draft.norm.weight, (1, d.hidden, 1, d.width))
         self.programs, self._steps, self._masks, self._columns, self._results = programs, steps, {}, None, None
+        self._head_of = self._lent.target if self.head == "program" else None
         return self
 
     def _idle(self, what):
@@ -195,7 +199,7 @@ class ANEDraftModel(ANEDraftModel):
         cos, sin = rope_tables(self.draft.layers[0], at[skipped:])
         cache.append(rows, cos, sin, at[skipped:], skipped)
 
-# %% ../../nbs/22_ane_draft.ipynb #02db636a
+# %% ../../nbs/22_ane_draft.ipynb #f9ea1689
 class ANEDraftModel(ANEDraftModel):
     def prepare_forward(self,
         noise,         # (1, S, hidden) embeddings of the block, S from 1 to the compiled width
@@ -203,14 +207,21 @@ class ANEDraftModel(ANEDraftModel):
         position=None, # of the anchor; None: right after the context
     ):
         "Fill the buffers. Raises ValueError for what does not fit, RuntimeError before weights are loaded or while a run is under way."
+        self._check(noise, cache, 0, position)
+        self._fill(noise, cache, position)
+
+    def _check(self, noise, cache, more, position): # before anything is changed; `more`: rows by which the context will grow
         d = self.dims
         self._own(cache); self._idle("prepare a forward")
         if not self._steps: raise RuntimeError("no weights are loaded: call load_weights or load_weights_q8 first")
+        if self._head_of is not None and self._lent.target is not self._head_of: raise ValueError("the programs hold the head of another target than the draft is bound to now: load the weights again")
         if noise.ndim != 3 or noise.shape[0] != 1 or noise.shape[2] != d.hidden or not 1 <= noise.shape[1] <= d.width: raise ValueError(f"the block has shape {noise.shape}: (1, 1 to {d.width}, {d.hidden}) is needed")
-        if position is not None and position < cache.offset: raise ValueError(f"position is {position}: the context reaches to {cache.offset}")
+        if position is not None and position < (end := cache.offset + more): raise ValueError(f"position is {position}: the context reaches to {end}")
         if not (most := mx.abs(noise).max().item()) <= 65504: raise ValueError(f"the block reaches {most:g}: float16 ends at 65504")
-        S, b, (rows, cos, sin, at) = noise.shape[1], self._buffers, cache.newest()
-        if len(at) > d.context: raise ValueError(f"the context shows {len(at)} rows: the programs have {d.context} columns for it")
+        if (shown := min(cache.size() + more, cache.room)) > d.context: raise ValueError(f"the context shows {shown} rows: the programs have {d.context} columns for it")
+
+    def _fill(self, noise, cache, position):
+        d, S, b, (rows, cos, sin, at) = self.dims, noise.shape[1], self._buffers, cache.newest()
         own, n = (cache.offset if position is None else position) + np.arange(S), len(at)
         b["hidden"], b["context"] = to_columns(noise, d.width), to_columns(np.zeros((0, d.hidden)) if rows is None else rows, d.context)
         for name, mine, table in zip(("cos", "sin"), rope_tables(self.draft.layers[0], own), (cos, sin)):
@@ -270,7 +281,7 @@ class ANEDraftModel(ANEDraftModel):
         out = mx.array(np.concatenate(parts)[:self.dims.vocab].T.astype(np.float32))[None] * c.output_multiplier
         return mx.tanh(out / c.final_logit_softcapping) * c.final_logit_softcapping if c.final_logit_softcapping else out
 
-# %% ../../nbs/22_ane_draft.ipynb #4b594e6b
+# %% ../../nbs/22_ane_draft.ipynb #401f589c
 class ANEDraftModel(ANEDraftModel):
     def set_block_size(self,
         n, # tokens of a block, anchor included
@@ -291,10 +302,9 @@ class ANEDraftModel(ANEDraftModel):
 
     def _compute(self, x, features, cache, position):
         cache = self.make_cache() if cache is None else cache
-        self._own(cache)
-        if position is not None and position < (end := cache.offset + (0 if features is None else features.shape[1])): raise ValueError(f"position is {position}: the context reaches to {end}")
+        self._check(x, cache, 0 if features is None else features.shape[1], position)
         if features is not None: self.extend(features, cache)
-        self.prepare_forward(x, cache, position)
+        self._fill(x, cache, position)
         self.run_kernels()
 
     def propose(self,
@@ -311,7 +321,7 @@ class ANEDraftModel(ANEDraftModel):
         return dict(backend=self.backend, weights=None if self.programs is None else self.programs.precision, ran=self.ran, head=self.head, block_size=self.config.block_size,
                     width=self.dims.width, context=self.dims.context, programs=len(self._steps), bytes=0 if self.programs is None else self.programs.nbytes)
 
-# %% ../../nbs/22_ane_draft.ipynb #607cff96
+# %% ../../nbs/22_ane_draft.ipynb #08ee17bf
 _KEPT = ("__new__", "__init__", "__class__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__setattr__", "__delattr__", "__dir__", "__sizeof__", "__format__", "__getstate__")
 
 class forbid_mlx:
@@ -325,7 +335,16 @@ class forbid_mlx:
                 if callable(f): self._replace(owner, name, self._trap(name, f))
                 elif owner is mx.array and hasattr(f, "__get__"): self._replace(owner, name, property(self._trap(name, f.__get__)))
         for name in ("array", "asarray", "ascontiguousarray", "copyto"): self._replace(np, name, self._trap(f"numpy.{name}", getattr(np, name), only=mx.array))
+        self._replace(mx, "array", self._stand_in(mx.array))          # last: the lines above mean the real one
         return self
+    def _stand_in(self, real): # for a type whose constructor cannot be replaced
+        made = self._trap("array", real)
+        class Kind(type):
+            def __call__(cls, *args, **kwargs): return made(*args, **kwargs)
+            def __instancecheck__(cls, x): return isinstance(x, real)
+            def __subclasscheck__(cls, other): return issubclass(other, real)
+            def __getattr__(cls, name): return getattr(real, name)
+        return Kind("array", (), {})
     def _replace(self, owner, name, new):
         old, own = getattr(owner, name), name in vars(owner)
         try: setattr(owner, name, new)

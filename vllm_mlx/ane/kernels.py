@@ -11,8 +11,8 @@ __all__ = ['STAGES', 'LAYER', 'STAGE_WEIGHTS', 'align_width', 'in_half', 'to_col
            'build_o_proj_residual_kernel_q8', 'build_ffn_residual_kernel', 'build_ffn_residual_kernel_q8',
            'build_final_norm_kernel', 'build_final_norm_lm_head_kernel', 'read_argmax']
 
-# %% ../../nbs/20_ane_kernels.ipynb #ab144875
-import io, logging, math
+# %% ../../nbs/20_ane_kernels.ipynb #41f9be2c
+import io, logging, math, threading
 from collections import OrderedDict
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -168,11 +168,13 @@ def norm_scale(C,  # channels that a norm covers, at most 16384
     if eps < 4e-9: raise ValueError(f"an eps of {eps}: at least 4e-9 is needed, the square of the smallest normal number in fp16")
     return 2 ** min((15 - math.ceil(math.log2(C))) // 2, math.floor(math.log2(math.sqrt(eps)) + 14))
 
-# %% ../../nbs/20_ane_kernels.ipynb #e69adb2a
+# %% ../../nbs/20_ane_kernels.ipynb #835ea672
+_BUILDING = threading.RLock() # coremltools keeps the block that it builds in a global, as redirect_stderr does with the stream: one thread at a time
+
 def mil(): # what this chapter uses of coremltools
     logging.getLogger('coremltools').setLevel(logging.ERROR)              # it warns that macOS is missing, once per class
     try:
-        with redirect_stderr(io.StringIO()): import coremltools as ct
+        with _BUILDING, redirect_stderr(io.StringIO()): import coremltools as ct
     except ImportError as e: raise ImportError("Core ML programs are built with coremltools, which is not installed: pip install 'coremltools>=9.0,<10'") from e
     from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil import Function, Program, types
@@ -200,9 +202,9 @@ class Kernel:
         "Write the program and its weights. For macOS 14 and iOS 17, the first whose inputs and outputs may be fp16 throughout."
         path, ct = Path(path), mil().ct
         if path.suffix != '.mlpackage': raise ValueError(f"{path} does not end in .mlpackage")
-        with redirect_stderr(io.StringIO()):                              # progress bars
+        with _BUILDING, redirect_stderr(io.StringIO()):                   # progress bars
             model = ct.convert(self.program, convert_to='mlprogram', minimum_deployment_target=ct.target.iOS17, compute_precision=ct.precision.FLOAT16, skip_model_load=True)
-        model.save(str(path))
+            model.save(str(path))
         return path
 
 # %% ../../nbs/20_ane_kernels.ipynb #b3dcf0bf
@@ -371,12 +373,12 @@ def group_ports(stages # names of stages that share a program
     needed = {n for s, (_, reads, _) in STAGES.items() if s not in stages for n in reads} | {'hidden_out', 'output'}
     return tuple(inputs), tuple(n for n in made if n in needed)
 
-# %% ../../nbs/20_ane_kernels.ipynb #5ef860ca
+# %% ../../nbs/20_ane_kernels.ipynb #50ebc82e
 def weight_shapes(d): return d.matrices | dict(fc=(d.hidden, d.n_features * d.hidden))
 
 def _assemble(name, inputs, outputs, emit): # inputs: {name: shape}
     m = mil()
-    with m.Function(OrderedDict((n, m.mb.placeholder(shape=s, dtype=m.types.fp16)) for n, s in inputs.items()), opset_version=m.ct.target.iOS17) as f:
+    with _BUILDING, m.Function(OrderedDict((n, m.mb.placeholder(shape=s, dtype=m.types.fp16)) for n, s in inputs.items()), opset_version=m.ct.target.iOS17) as f:
         T = dict(f.inputs)
         emit(m.mb, T)
         f.set_outputs([T[n] for n in outputs])

@@ -127,7 +127,7 @@ class PowerReport:
         if self.samples: said += f": mean {self.mean_mw:.0f} mW, peak {self.peak_mw:.0f} mW, {self.energy_mj:.0f} mJ over {self.covered_s:.2f} of {self.duration_s:.2f} s"
         return said + (", slowed down by heat?" if self.throttled else "") + (f", {self.malformed} malformed" if self.malformed else "") + (f"; {self.error}" if self.error else "")
 
-# %% ../../nbs/23_ane_power.ipynb #4a2b8369
+# %% ../../nbs/23_ane_power.ipynb #f20cc88d
 def _spread(times): # seconds, rising -> the same, but those that are equal lie evenly after the one before
     out = []
     for t, same in groupby(times):
@@ -140,10 +140,13 @@ def windows(
 ):            # [(seconds since the first, mW, seconds of the window)]
     "The length of each window, above 0: as the tool measured it, else between the tool's own time stamps, else between arrivals."
     out, times, readings = [], _spread([t for t, _ in arrivals]), [r for _, r in arrivals]
-    for t0, t, last, r in zip(times, times[1:], readings, readings[1:]):
+    stamps = [b.when - a.when if None not in (a, b) and None not in (a.when, b.when) else 0 for a, b in zip(readings, readings[1:])]
+    rising = sorted(s for s in stamps if s > 0) or [0]
+    usual = rising[(len(rising) - 1) // 2]
+    for t0, t, r, stamp in zip(times, times[1:], readings[1:], stamps):
         if r is None: continue
-        stamps = r.when - last.when if last is not None and None not in (r.when, last.when) else 0
-        length = r.seconds or (stamps if stamps > 0 else t - t0)
+        real = 0 < stamp <= 10 * max(usual, t - t0)                 # beyond: the tool's clock was set, or the machine slept
+        length = r.seconds or (stamp if real else t - t0)
         if length > 0: out.append((t - times[0], r.mw, length))
     return out
 
@@ -202,7 +205,7 @@ class _Child:
         self.errors.close()
         return None if self.process.returncode is not None else f"process {self.process.pid} does not end"
 
-# %% ../../nbs/23_ane_power.ipynb #fd1546de
+# %% ../../nbs/23_ane_power.ipynb #461ed365
 class PowerUnavailable(RuntimeError):
     "Power cannot be measured here; the message says why, and what would help."
 
@@ -224,7 +227,9 @@ def find_source(): # "macmon" or "powermetrics"
     return found
 
 def _why_ended(command, source, child):
-    words, status = child.said(), child.process.wait()
+    try: status = child.process.wait(1)
+    except subprocess.TimeoutExpired: return f"{command[0]} closed its output and still runs: {child.said() or 'it said nothing'}"
+    words = child.said()
     if source == "powermetrics" and re.search("password|superuser|sudo", words): return f"powermetrics needs root, and sudo would ask for a password: run `sudo -v` in this terminal first, or start Python as root ({words})"
     return f"{command[0]} ended with exit status {status}: {words or 'it said nothing'}"
 

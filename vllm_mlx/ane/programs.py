@@ -6,8 +6,8 @@
 __all__ = ['count_operations', 'Plan', 'plan_kernels', 'spread_norm', 'rope_tables', 'attention_mask', 'Program', 'DraftPrograms',
            'layer_norms', 'head_matrix', 'compile_draft', 'draft_bytes']
 
-# %% ../../nbs/20a_ane_programs.ipynb #cc79f4bf
-import hashlib, json, math
+# %% ../../nbs/20a_ane_programs.ipynb #b3b75221
+import hashlib, json, math, shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .kernels import LAYER, STAGES, STAGE_WEIGHTS, DraftDims, Limits, Port, Q8Matrix, build_fc_norm_kernel, build_final_norm_kernel, build_final_norm_lm_head_kernel, build_stages, dense_weight, draft_dims, in_half, layer_linears, linear_bias, mil, tensor_shapes, tiles, weight_shapes
-from ..models import make_once
+from ..models import file_lock, make_once
 
 # %% ../../nbs/20a_ane_programs.ipynb #f6407b14
 class _Count:
@@ -76,7 +76,7 @@ def plan_kernels(dims:DraftDims,
     if n > limits.programs: raise ValueError(f"{n} programs are needed: at most {limits.programs} stay loaded")
     return Plan(tuple(groups), parts, n)
 
-# %% ../../nbs/20a_ane_programs.ipynb #78b61a28
+# %% ../../nbs/20a_ane_programs.ipynb #198c2493
 def spread_norm(weight,     # (C,) or (head_dim,), numpy or MLX
                 shape:tuple # [1, C, 1, width], or [1, heads, head_dim, width] for a per-head norm
                ) -> np.ndarray: # float16 of that shape
@@ -101,17 +101,17 @@ def attention_mask(dims:DraftDims,
                    ctx_len:int, # tokens of context, from column 0
                    block:int,   # tokens of the block, from column dims.context
                    seen=None    # (block, ctx_len + block) bool, for layers that do not see everything; None: all
-                  ) -> np.ndarray: # float16 [1, 1, width, keys]: 0 where a key counts, -10000 elsewhere
+                  ) -> np.ndarray: # float16 [1, 1, width, keys]: 0 where a key counts, -40000 elsewhere
     "Which columns are keys. Rows of padding look at what the block may. Raises ValueError naming the range."
     if not 0 <= ctx_len <= dims.context: raise ValueError(f"ctx_len is {ctx_len}: 0 to {dims.context} columns are compiled")
     if not 1 <= block <= dims.width: raise ValueError(f"block is {block}: 1 to {dims.width} columns are compiled")
-    mask, real = np.full((1, 1, dims.width, dims.keys), -1e4, np.float16), [*range(ctx_len), *range(dims.context, dims.context + block)]
+    mask, real = np.full((1, 1, dims.width, dims.keys), -4e4, np.float16), [*range(ctx_len), *range(dims.context, dims.context + block)]
     mask[..., real] = 0
-    if seen is not None: mask[0, 0, :block, real] = np.where(seen, 0, -1e4).T
+    if seen is not None: mask[0, 0, :block, real] = np.where(seen, 0, -4e4).T
     return mask
 
-# %% ../../nbs/20a_ane_programs.ipynb #1d3c0821
-_VERSION = 1 # of what this module builds: raise it with every change of a program
+# %% ../../nbs/20a_ane_programs.ipynb #1e54edf3
+_VERSION = 2 # of what this module builds: raise it with every change of a program
 
 @dataclass(frozen=True)
 class Program:
@@ -142,11 +142,13 @@ class DraftPrograms:
         return out
 
 def layer_norms(dims, layer, i): # {buffer: float16 array} of layer i
-    """The four norms of a layer, spread (seed entry 13). Raises ValueError for norms of queries and keys that allow scores beyond fp16: a normed head has a length of √head_dim at most, and RoPE turns
-    lanes d and d + head_dim/2 into each other, so no score is above √head_dim times the largest product of the norms of such a pair."""
+    """The four norms of a layer, spread (seed entry 13). Raises ValueError for norms of queries and keys that allow scores beyond 19900, either of whose signs stays clear of the mask's -40000 and, added
+    to it, within fp16. A normed head has a length of √head_dim at most, and RoPE turns lanes d and d + head_dim/2 into each other, so no score is above √head_dim times the largest product of the norms of
+    such a pair, times the square of what the tables stretch (YaRN's are longer than 1)."""
     a, s = layer.self_attn, tensor_shapes(dims)
     q, k = (np.abs(np.array(n.weight.astype(mx.float32))).reshape(2, -1).max(axis=0) for n in (a.q_norm, a.k_norm))
-    if not (score := math.sqrt(dims.head_dim) * (q * k).max()) <= 60000: raise ValueError(f"layer {i}'s norms of queries and keys allow scores of {score:.0f}: fp16 ends at 65504")
+    turn = float(np.abs(rope_tables(layer, [0], np.float32)[0]).max())
+    if not (score := math.sqrt(dims.head_dim) * (q * k).max() * turn ** 2) <= 19900: raise ValueError(f"layer {i}'s norms of queries and keys allow scores of {score:.0f}: at most 19900 stay clear of the mask")
     weights = dict(in_norm_w=layer.input_layernorm, post_norm_w=layer.post_attention_layernorm, q_norm_w=a.q_norm, k_norm_w=a.k_norm)
     return {f'layer{i}.{n}': spread_norm(m.weight, s[n]) for n, m in weights.items()}
 
@@ -181,7 +183,7 @@ def _kernels(draft, dims, plan, precision, limits, head): # yields (name, Kernel
         parts += len(k.outputs)
         yield f'lm_head{j}', k, None
 
-# %% ../../nbs/20a_ane_programs.ipynb #1d74d0a8
+# %% ../../nbs/20a_ane_programs.ipynb #2dd793f5
 def compile_draft(draft,                  # DFlashDraftModel; bound to its target, if the head is wanted
                   block:int,              # tokens of the largest block
                   context:int,            # tokens of the longest context
@@ -204,9 +206,21 @@ def compile_draft(draft,                  # DFlashDraftModel; bound to its targe
         for name, kernel, i in _kernels(draft, dims, plan, precision, limits, matrix):
             kernel.save(new / f'{name}.mlpackage')
             listed.append(dict(name=name, **{side: [asdict(_port(p, i)) for p in getattr(kernel, side)] for side in ('inputs', 'outputs')}))
-        (new / 'programs.json').write_text(json.dumps(dict(settings=settings, programs=listed), indent=1))
-    made = make_once(Path(folder).expanduser() / _hashed(settings, draft, matrix), fill, _VERSION)
+        files = {f.relative_to(new).as_posix(): _file_hash(f) for f in sorted(new.rglob('*')) if f.is_file()}
+        (new / 'programs.json').write_text(json.dumps(dict(settings=settings, programs=listed, files=files), indent=1))
+    made = Path(folder).expanduser() / _hashed(settings, draft, matrix)
+    if not _is_sound(make_once(made, fill, _VERSION)):
+        with file_lock(made.parent / f'.{made.name}.lock'):                                 # that of make_once: nobody makes it anew meanwhile
+            if not _is_sound(made): shutil.rmtree(made, ignore_errors=True)
+        if not _is_sound(make_once(made, fill, _VERSION)): raise OSError(f"{made} is damaged, and cannot be made anew: remove it")
     return _read_programs(made, dims, precision)
+
+def _file_hash(path):
+    with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
+
+def _is_sound(folder): # whether all files are as they were written
+    try: return all(_file_hash(folder / name) == known for name, known in json.loads((folder / 'programs.json').read_text())['files'].items())
+    except (OSError, AttributeError, LookupError, TypeError, ValueError): return False
 
 def _read_programs(folder, dims, precision):
     ports = lambda given: tuple(Port(p['name'], tuple(p['shape']), p['buffer']) for p in given)

@@ -6,7 +6,7 @@
 __all__ = ['MOST', 'machine', 'prepare_step', 'relative_error', 'program_errors', 'backend_lines', 'ane_report',
            'add_report_options', 'run_report', 'main']
 
-# %% ../../nbs/23a_ane_report.ipynb #fc6f39db
+# %% ../../nbs/23a_ane_report.ipynb #b0405403
 import argparse, importlib.metadata, platform, subprocess, sys, time
 from collections import Counter
 
@@ -18,7 +18,7 @@ from .interpreter import compute_units, load_program
 from .kernels import to_columns
 from .power import PowerMeter, profile_draft_step, profile_summary
 from .programs import spread_norm
-from ..dflash import default_draft, load_dflash, tiny_draft
+from ..dflash import DRAFTS, default_draft, load_dflash, tiny_draft
 from ..models import load
 from ..specprefill import encode_prompt
 from ..speculate import SpecStats, stream_generate
@@ -157,14 +157,14 @@ def ane_report(
         try: yield from backend_lines(draft, tokenizer, tokens, backend, **options)
         except Exception as e: yield f"- FAILED with {type(e).__name__}: {e}"       # a finding; the rest of the report is worth having
 
-# %% ../../nbs/23a_ane_report.ipynb #04b7658a
+# %% ../../nbs/23a_ane_report.ipynb #ab037271
 def add_report_options(
     parser, # argparse.ArgumentParser, or a subparser of the `vllm_mlx` command
 ):
     "The grammar of the report."
     add = parser.add_argument
-    add("--model", default="smollm2-135m", metavar="M", help="the target: an alias, a folder or a hub id (default: %(default)s)")
-    add("--draft", metavar="D", help="its draft: an alias, a folder or a hub id, or `untrained` for one with random weights (default: the one that is shipped for the model)")
+    add("--model", metavar="M", help="the target: an alias, a folder or a hub id (default: one after the other, every model that a draft is shipped for)")
+    add("--draft", metavar="D", help="its draft: an alias, a folder or a hub id, or `untrained` for one with random weights (default: the one that is shipped for the model); needs --model")
     add("--context", type=int, default=256, metavar="N", help="rows of context that the programs are compiled for (default: %(default)s)")
     add("--max-tokens", type=int, default=32, metavar="N", help="tokens of the loop (default: %(default)s)")
     add("--seconds", type=float, default=5.0, metavar="S", help="how long power is measured (default: %(default)s)")
@@ -177,14 +177,20 @@ def run_report(
     "Load what is asked for, and report; False when something failed, differs or is wrong. Raises what loading raises."
     for name, n in dict(context=options.context, max_tokens=options.max_tokens, seconds=options.seconds).items():
         if not 0 < n < float("inf"): raise ValueError(f"--{name.replace('_', '-')} is {n}: a number above 0 is needed")
-    target, tokenizer = load(options.model)
-    name = options.draft or default_draft(options.model) or "untrained"
+    if options.draft and not options.model: raise ValueError(f"--draft is {options.draft} without --model: name the target that it drafts for")
+    models = [options.model] if options.model else [d["target"] for n, d in DRAFTS.items() if default_draft(d["target"]) == n]
+    if not models: raise ValueError("no draft is shipped with this installation: name a --model")
+    return all([_report_of(model, options, say) for model in models])
+
+def _report_of(model, options, say): # one model
+    target, tokenizer = load(model)
+    name = options.draft or default_draft(model) or "untrained"
     draft = tiny_draft(target, n_layers=2, tokenizer=tokenizer) if name == "untrained" else load_dflash(name, target)
     good = True
     for line in ane_report(draft, tokenizer, context=options.context, max_tokens=options.max_tokens, seconds=options.seconds, folder=options.folder):
         say(line)
         good = good and not any(word in line for word in ("FAILED", "DIFFERS", "WRONG"))
-    say(f"\nmodel {options.model}, draft {name}" + (": random weights, nothing is accepted" if name == "untrained" else ""))
+    say(f"\nmodel {model}, draft {name}" + (": random weights, nothing is accepted" if name == "untrained" else "") + "\n")
     return good
 
 def main(
