@@ -327,7 +327,6 @@ def test_memories_live_and_die_with_the_pair():
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
 
-@pytest.mark.skipif(not (RESULTS / "kod_acceptance.json").exists(), reason="no recorded acceptances")
 def test_on_recorded_answers():
     "Real acceptances of the shipped draft, simulated times: the memory beside every fixed size, from the second answer on."
     from vllm_mlx.kod_memory import replay
