@@ -69,7 +69,7 @@ def add_options(
     add("--plot", type=picture_file, metavar="OUT.png", help="save a picture of the kept tokens (.png, .svg or .pdf)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
-# %% ../nbs/40_cli.ipynb #0bd17c58
+# %% ../nbs/40_cli.ipynb #573eed3a
 def block_size(
     word:str # as typed after --block-size
 ) -> int|str: # tokens, or "kod"
@@ -96,6 +96,7 @@ def add_generate_options(
     add("--draft", metavar="D", help="a DFlash draft made for this model: an alias, a folder or a hub id; none: token by token (default: the one that ships for this model, if there is one)")
     add("--prompt", required=True, metavar="P", help="the text to go on from; - reads standard input")
     add("--raw", action="store_true", help="the prompt as it is, even if the model has a chat template")
+    add("--verify", choices=("plain", "layers", "whole", "auto"), help="form of the verification (chapter 12b): as one graph (whole) it is the fastest on an NVIDIA GPU, where the default is auto: tried in turns (default elsewhere: plain)")
     add("--block-size", type=block_size, default="kod", metavar="N", help="tokens of a block, anchor included, or kod: chosen by what is accepted and what it costs (default: %(default)s)")
     add("--max-tokens", type=whole_number, default=256, metavar="N", help="the longest answer, in tokens (default: %(default)s)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)")
@@ -345,7 +346,7 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #e921069b
+# %% ../nbs/40_cli.ipynb #3fe1adec
 def open_draft(
     name:str, # folder or hub id of a DFlash draft
     model     # the model it was made for
@@ -400,7 +401,7 @@ def run_generate(
     if limit is not None and len(tokens) >= limit: raise CommandError(f"the prompt has {len(tokens):,} tokens, the model's context is {limit:,}: shorten it")
     max_tokens = options.max_tokens if limit is None else min(options.max_tokens, limit - len(tokens))
     bar = progress_bar("reading", len(tokens))
-    responses = stream_generate(model, draft, tokenizer, tokens, max_tokens=max_tokens, block_size=options.block_size, temperature=options.temperature, seed=options.seed, stats=stats, progress=moves(bar))
+    responses = stream_generate(model, draft, tokenizer, tokens, max_tokens=max_tokens, block_size=options.block_size, temperature=options.temperature, seed=options.seed, stats=stats, progress=moves(bar), verify=options.verify)
     answer, ttft, _ = stream_answer(responses, bar, (lambda piece: None) if options.json else lambda piece: print(piece, end="", file=out, flush=True))
     report = dict(answer=answer, ttft_s=ttft, model=options.model, draft=name, block_size=options.block_size, temperature=options.temperature, seed=options.seed, **stats.to_dict())
     print(json.dumps(report, default=lambda x: x.item()) if options.json else f"\n\n{speed_line(report)}", file=out, flush=True)

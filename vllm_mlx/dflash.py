@@ -7,7 +7,7 @@ __all__ = ['DRAFTS', 'DFlashAttention', 'DFlashLayer', 'embedding_and_head', 'DF
            'tiny_draft', 'draft_folder', 'default_draft', 'load_dflash', 'save_dflash', 'convert_dflash_to_mlx',
            'SPARE', 'DFlashConfig', 'DraftCache', 'default_target_layers', 'visible']
 
-# %% ../nbs/13_dflash.ipynb #c9316df1
+# %% ../nbs/13_dflash.ipynb #f6179b3c
 import json, os, shutil, tempfile
 from dataclasses import fields
 from importlib import resources
@@ -21,13 +21,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .draft_state import _ARCHITECTURE, SPARE, DFlashConfig, DraftCache, default_target_layers, visible
+from .few_rows import attend
 from .graphs import Graph, owned
 from .layers import attention_layout, context_length, text_model
 from .models import cast, find_model, place, same_random_state
 
 _all_ = ['SPARE', 'DFlashConfig', 'DraftCache', 'default_target_layers', 'visible']
 
-# %% ../nbs/13_dflash.ipynb #d41d3e94
+# %% ../nbs/13_dflash.ipynb #4075cdbe
 def _rotate(rope, x, positions):
     "Rotate x (B, n_heads, L, head_dim). positions: int or (B,) MLX array, of the first token; or (L,) numpy, of each."
     if not isinstance(positions, np.ndarray): return rope(x, offset=positions)
@@ -35,6 +36,8 @@ def _rotate(rope, x, positions):
     B, H, L, D = x.shape
     each = mx.array(np.tile(positions, B).astype(np.int32))
     return rope(x.transpose(0, 2, 1, 3).reshape(B * L, H, 1, D), offset=each).reshape(B, L, H, D).transpose(0, 2, 1, 3)
+
+def _joined(context, own): return own if context is None else [mx.concatenate(pair, axis=2) for pair in zip(context, own)]
 
 class DFlashAttention(nn.Module):
     "Queries from the block, keys and values from context and block. Names of the parameters as in published checkpoints."
@@ -59,16 +62,31 @@ class DFlashAttention(nn.Module):
         return _rotate(self.rope, keys, positions), self._heads(self.v_proj(x), self.n_kv_heads).transpose(0, 2, 1, 3)
 
     def __call__(self,
-        x,         # (B, S, hidden) the normed block
+        x,         # (B, S, hidden) the normed block; or (B, N, S, hidden), N blocks of each text
         context,   # (keys, values) of the context, or None
-        positions, # position of the block's first token: int, or (B,) array
-        mask=None, # bool, broadcastable to (B, n_heads, S, T + S), or 'causal'; None: all visible
-    ):             # (B, S, hidden)
-        queries = self.q_norm(self._heads(self.q_proj(x), self.n_heads)).transpose(0, 2, 1, 3)
-        own = self.keys_values(x, positions)
-        keys, values = own if context is None else (mx.concatenate(pair, axis=2) for pair in zip(context, own))
-        out = mx.fast.scaled_dot_product_attention(_rotate(self.rope, queries, positions), keys, values, scale=self.scale, mask=mask)
+        positions, # position of the block's first token: int, or (B,) array; of each block's: (B, N)
+        mask=None, # bool, broadcastable to (B, n_heads, S, T + S), or 'causal'; None: all visible. For N blocks (B, N, S, T + S)
+    ):             # as x
+        if x.ndim == 4: return self._many(x, context, positions, mask)
+        out = attend(self._queries(x, positions), *_joined(context, self.keys_values(x, positions)), self.scale, mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+    def _queries(self, x, positions): return _rotate(self.rope, self.q_norm(self._heads(self.q_proj(x), self.n_heads)).transpose(0, 2, 1, 3), positions)
+
+    def _many(self, x, context, positions, mask):
+        "Queries of all blocks of a text ask its context in one product, and every block itself."
+        (B, N, S, _), K, G, T = x.shape, self.n_kv_heads, self.n_heads // self.n_kv_heads, context[0].shape[2]
+        rows, positions = x.reshape(B * N, S, -1), positions.reshape(B * N)
+        queries = (self.scale * self._queries(rows, positions)).reshape(B, N, K, G, S, -1)
+        keys, values = (a.reshape(B, N, K, S, -1) for a in self.keys_values(rows, positions))
+        turn = lambda a: a.transpose(0, 2, 1, 3, 4, 5)                                       # blocks before heads, or behind them
+        far = turn(queries).reshape(B, K, N * G * S, -1) @ context[0].swapaxes(-1, -2)
+        near = turn((queries.reshape(B, N, K, G * S, -1) @ keys.swapaxes(-1, -2)).reshape(B, N, K, G, S, S))
+        scores = mx.concatenate([far.reshape(B, K, N, G, S, T), near], axis=-1)
+        share = mx.softmax(mx.where(mask[:, None, :, None], scores, -mx.inf), axis=-1, precise=True)
+        out = turn((share[..., :T].reshape(B, K, N * G * S, T) @ context[1]).reshape(B, K, N, G, S, -1)).reshape(B, N, K, G * S, -1)
+        out = out + turn(share[..., T:]).reshape(B, N, K, G * S, S) @ values
+        return self.o_proj(out.reshape(B, N, K * G, S, -1).transpose(0, 1, 3, 2, 4).reshape(B, N, S, -1))
 
 # %% ../nbs/13_dflash.ipynb #1a194bfe
 class _MLP(nn.Module):
@@ -157,7 +175,7 @@ class _DFlashTrunk(nn.Module):
         if 'block' not in owned(self): owned(self)['block'] = Graph(self, body)              # the shapes repeat: traced once
         return owned(self)['block'](x, mx.array(start), pairs, *args)
 
-# %% ../nbs/13_dflash.ipynb #d33adb05
+# %% ../nbs/13_dflash.ipynb #fdee865c
 class _DFlashBlocks(_DFlashTrunk):
     "The trunk, for many blocks of one text at once."
     def forward_training(self,
@@ -167,19 +185,18 @@ class _DFlashBlocks(_DFlashTrunk):
         mask=None,      # (B, N, T) bool: context that a block may see, beyond "strictly before its anchor"; None: all
     ):                  # (B, N, S, hidden) after the final norm
         "Many blocks at once, differentiable; block by block the same as `forward`."
-        (B, N, S, H), T, at = x.shape, features.shape[1], mx.arange(features.shape[1])
-        anchors = mx.array(anchors).reshape(B * N)
-        before = at[None] < anchors[:, None]                                                 # (B*N, T)
-        if mask is not None: before = before & mask.reshape(B * N, T)
-        own, context = anchors[:, None] + mx.arange(S), self.fuse(features)
-        keys_at = mx.concatenate([mx.broadcast_to(at, (B * N, T)), own], axis=1)             # (B*N, T+S)
-        allowed = mx.concatenate([before, mx.ones((B * N, S), mx.bool_)], axis=1)[:, None]   # (B*N, 1, T+S)
-        share = lambda a: mx.broadcast_to(a[:, None], (B, N, *a.shape[1:])).reshape(B * N, *a.shape[1:])
-        x = x.reshape(B * N, S, H).astype(self.dtype)
+        (B, N, S, _), T, at = x.shape, features.shape[1], mx.arange(features.shape[1])
+        anchors = mx.array(anchors)
+        before = at < anchors[..., None]                                                     # (B, N, T)
+        if mask is not None: before = before & mask
+        own, context = anchors[..., None] + mx.arange(S), self.fuse(features)
+        keys_at = mx.concatenate([mx.broadcast_to(at, (B, N, T)), own], axis=-1)             # (B, N, T+S)
+        allowed = mx.concatenate([before, mx.ones((B, N, S), mx.bool_)], axis=-1)[:, :, None] # (B, N, 1, T+S)
+        x = x.astype(self.dtype)
         for i, layer in enumerate(self.layers):
             seen = visible(own, keys_at, self.config.window(i), self.config.causal(i)) & allowed
-            x = layer(x, tuple(map(share, layer.self_attn.keys_values(context, 0))), anchors, seen[:, None])
-        return self.norm(x).reshape(B, N, S, H)
+            x = layer(x, layer.self_attn.keys_values(context, 0), anchors, seen)
+        return self.norm(x)
 
 # %% ../nbs/13_dflash.ipynb #4828a9cc
 def _outside_layers(owner): return [m for name, m in owner.named_modules() if 'layers' not in name.split('.')]

@@ -6,10 +6,12 @@
 __all__ = ['prompt_ids', 'stream_generate', 'generate', 'bench_speculate', 'bench_proposals', 'best_proposal', 'proposals_table',
            'KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
-# %% ../nbs/15_speculate.ipynb #1cfa1b84
+# %% ../nbs/15_speculate.ipynb #61b01ccc
 import inspect, time
+from contextlib import nullcontext
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as _mlx_stream_generate
@@ -18,12 +20,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .acceptance import DEFAULT_PROPOSAL, PROPOSALS, Sampling
 from .compiled_verify import FORMS, whole_refusal
+from .gdn import gdn_backend
 from .kod import BlockController, KodMemory
 from .kod_memory import forget_pair, pair_memory
 from .layers import attention_layout
 from .rollback import cache_leaves
 from .rounds import SpecCache, SpecResponse, SpecStats, _log_softmax, _Run, repetition
 from .specprefill import encode_prompt, vocab_size
+from .split_sdpa import fast_rows
 
 _all_ = ['KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
@@ -90,7 +94,7 @@ def _check_size(block_size, draft, curve, memory=None):
     if not isinstance(size, int) or size < 1: raise ValueError(f"block_size is {block_size!r}: 'kod', None for the trained size ({trained}), or at least 1 is needed")
     return size, None
 
-# %% ../nbs/15_speculate.ipynb #7292e762
+# %% ../nbs/15_speculate.ipynb #8f984157
 def stream_generate(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft; None: plain decoding, through the same loop
@@ -111,7 +115,7 @@ def stream_generate(
     prefill_step_size=2048, # tokens a forward of the prompt
     kv_bits=None, kv_group_size=64, quantized_kv_start=5000, # as in mlx-lm
     progress=None,       # called with (tokens read, tokens to read)
-    verify="plain",      # form of the verification (chapter 12b): "plain", "layers", "whole" (as one graph), or "auto": after eight rounds the forms are tried in turns on the rounds themselves, and the fastest is kept for the model, block size and length of the cache
+    verify=None,         # form of the verification (chapter 12b); None: "auto" on an NVIDIA GPU, else "plain". "plain", "layers", "whole" (as one graph), or "auto": after eight rounds the forms are tried in turns on the rounds themselves, and the fastest is kept for the model, block size and length of the cache
     profile=False,       # wait for the draft before verifying, so that phases are timed apart
     stats=None,          # SpecStats to fill; None: a new one
 ):                       # generator of SpecResponse
@@ -130,6 +134,7 @@ def stream_generate(
     if sparse is not None and sparse.model is not model: raise ValueError("sparse is a SpecPrefill of another model")
     takes = {} if sparse is None else inspect.signature(sparse.prefill).parameters
     if sparse is not None and not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (bad := [k for k in sparse_options or {} if k not in takes or k in ('self', 'tokens', 'prompt_cache', 'progress')]): raise ValueError(f"sparse_options has {bad[0]!r}, which prefill of SpecPrefill does not take")
+    if verify is None: verify = 'auto' if gdn_backend() == 'cuda' else 'plain'
     if verify not in (*FORMS, 'auto'): raise ValueError(f"verify is {verify!r}: {', '.join(FORMS)} or auto is needed")
     if verify == 'whole' and draft is not None and (why := whole_refusal(model, make_prompt_cache(model) if prompt_cache is None else getattr(prompt_cache, '_target', prompt_cache))): raise ValueError(f"verify is 'whole': {why}")
     if not (memory is None or memory is False or isinstance(memory, KodMemory)): raise ValueError(f"memory is {memory!r}: None for what this pair has learnt, False for nothing, or a KodMemory is needed")
@@ -152,7 +157,7 @@ def _stream(run, detokenizer, read):
     c, stats, failed = run.cache, run.stats, True
     if c._run is not None: raise ValueError("another generation is under way on this cache: close it first")
     c._run = run
-    with wired_limit(run.model, [generation_stream]):
+    with wired_limit(run.model, [generation_stream]), fast_rows(run.model), fast_rows(run.draft, attention=False) if isinstance(run.draft, nn.Module) else nullcontext():
         try:
             began = time.perf_counter()
             read()

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SPLIT_FORMS', 'MOST_ROWS', 'NEVER', 'SPLIT_TABLE', 'PAD_ROWS', 'by_rows', 'by_heads', 'key_parts', 'by_keys',
-           'by_batched_keys', 'check_rule', 'split_attention', 'install_split_attention_hooks',
+           'by_batched_keys', 'by_kernel', 'check_rule', 'split_attention', 'install_split_attention_hooks',
            'remove_split_attention_hooks', 'split_attention_hooks', 'pad_small_projections',
-           'install_split_sdpa_if_hybrid', 'measure_split_threshold', 'split_rule', 'bench_split']
+           'install_split_sdpa_if_hybrid', 'fast_rows', 'measure_split_threshold', 'split_rule', 'bench_split']
 
-# %% ../nbs/31_split_sdpa.ipynb #ee8590c4
+# %% ../nbs/31_split_sdpa.ipynb #b105a224
 import time
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -19,7 +19,9 @@ from mlx_lm.models.base import scaled_dot_product_attention as fused_attention
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .cpu_math import _powers
+from .few_rows import MOST_ROWS as MOST_ROWS_AT_ONCE, attend, few_rows_class
 from .gdn import gdn_backend, gdn_layers
+from .graphs import owned
 from .layers import _find_attention_layers, _get_attn_module
 from .turboquant import carries, class_without
 
@@ -133,13 +135,19 @@ def by_batched_keys(
     w = mx.exp(m - m.max(axis=2, keepdims=True))
     return ((w * o).sum(axis=2) / (w * l).sum(axis=2)).reshape(B, H, L, values.shape[-1]).astype(dtype)
 
-# %% ../nbs/31_split_sdpa.ipynb #741f28a5
-SPLIT_FORMS = dict(rows=by_rows, heads=by_heads, keys=by_keys, batched_keys=by_batched_keys)
+# %% ../nbs/31_split_sdpa.ipynb #68a1942e
+def by_kernel(
+    queries, keys, values, scale, mask, sinks=None, # as in `by_rows`; sinks, and masks that differ between heads or are added, are mlx's business
+):             # (B, H, L, Dv)
+    "The kernel of chapter 12d, where it is for these rows: 2 to 16 on an NVIDIA GPU."
+    return attend(queries, keys, values, scale, mask, sinks)
+
+SPLIT_FORMS = dict(rows=by_rows, heads=by_heads, keys=by_keys, batched_keys=by_batched_keys, kernel=by_kernel)
 MOST_ROWS, NEVER = 32, 1 << 30 # beyond it is a prefill; more keys than a cache has
 
 SPLIT_TABLE = dict(            # device -> rule; measured, see below
     cpu=((1, 1024, 'keys'), (MOST_ROWS, 256, 'keys')),
-    metal=(), cuda=())
+    metal=(), cuda=((1, NEVER, 'rows'), (MOST_ROWS_AT_ONCE, 0, 'kernel')))
 
 def check_rule(
     rule, # ((rows at most, keys at least, form), ...)
@@ -259,6 +267,36 @@ def install_split_sdpa_if_hybrid(
     n = install_split_attention_hooks(model, rule)
     pad_small_projections(model)
     return n
+
+# %% ../nbs/31_split_sdpa.ipynb #e696de7b
+def _few_rows_on(model, attention):
+    found = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+    for m in found: m.__class__ = few_rows_class(type(m))
+    rows = [m for m in _hookable(model) if not carries(type(m), '_unhooked') and _calls_attention(type(m))] if attention else []
+    for m in rows: m.__class__ = _hooked_class(type(m), None)
+    return found, rows
+
+def _few_rows_off(found, rows):
+    for m in found:
+        if carries(type(m), '_few_rows'): m.__class__ = class_without(type(m), '_few_rows')
+    for m in rows: _unhook(m)
+
+@contextmanager
+def fast_rows(
+    model,       # an mlx-lm model, or a draft
+    attention=True, # its attention too; a draft's takes the kernel by itself
+    on=None,     # None: on an NVIDIA GPU
+):
+    "For a `with` block, the cheap ways for a block of few rows. Blocks inside of each other, in whatever order they end, count as one."
+    if not (gdn_backend() == 'cuda' if on is None else on): yield model; return
+    mine = owned(model)
+    users, changed = mine.get('few rows') or (0, None)
+    mine['few rows'] = users + 1, changed or _few_rows_on(model, attention)
+    try: yield model
+    finally:
+        users, changed = mine['few rows']
+        mine['few rows'] = (users - 1, changed) if users > 1 else None
+        if users == 1: _few_rows_off(*changed)
 
 # %% ../nbs/31_split_sdpa.ipynb #551df230
 def measure_split_threshold(

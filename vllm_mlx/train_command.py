@@ -20,7 +20,7 @@ from .models import load
 from .train import KeepBest, export_draft, sum_over, train
 from .train_data import TrainingData, prepare_data, read_prompts, target_features
 
-# %% ../nbs/16b_train_command.ipynb #1305974c
+# %% ../nbs/16b_train_command.ipynb #975e31cf
 TRAIN_OPTIONS = dict(
     target=(str, None, "alias, folder or Hugging Face id of the model to draft for"),
     prompts=(str, None, "JSONL file, folder of text files, hf:owner/name, or builtin: what ships with Python, as questions (chapter 15c), or as windows to go on from for a model that does not converse"),
@@ -29,7 +29,7 @@ TRAIN_OPTIONS = dict(
     output=(str, None, "folder of the finished draft"),
     data=(str, None, "folder of the training data; none: next to the output"),
     init=(str, None, "draft to start from, an alias or a folder; none: an untrained one"),
-    limit=(int, None, "take only so many prompts"), samples=(int, None, "stop generating answers when there are so many"), generate_minutes=(float, None, "stop generating answers after so long"),
+    limit=(int, None, "take only so many prompts"), samples=(int, None, "stop generating answers when there are so many, and train on no more"), generate_minutes=(float, None, "stop generating answers after so long"),
     max_tokens=(int, 512, "longest answer, in tokens"), temperature=(str, "0", "of the answers, 0: greedy; several, such as 0,0,0,0.7, are taken in turn"), max_prompt=(int, 2048, "longest prompt, in tokens"), generate_batch=(int, 32, "prompts at once"),
     features=(bool, False, "keep features on disk instead of reading each text again"),
     layers=(int, 2, "layers of the draft"), block_size=(int, 8, "tokens of a block"), n_features=(int, None, "how many layers of the target are read, evenly spread"),
@@ -202,7 +202,7 @@ def _learn(s, draft, target, tokenizer, data, kinds, say, group):
     return train(draft, samples, target=target, steps=s['steps'], limit_s=minutes('limit_minutes'), lr=s['lr'], weight_decay=s['weight_decay'], every=s['every'], every_s=s['every_seconds'], report=report,
                  checkpoint=checkpoint, notes=dict(init=s['init'], measure=s['measure']), group=group, batch=s['batch'], accumulate=s['accumulate'], n_anchors=s['anchors'], compute=mx.bfloat16 if s['bf16'] else None, seed=s['seed']), watch
 
-# %% ../nbs/16b_train_command.ipynb #82592784
+# %% ../nbs/16b_train_command.ipynb #655ad48b
 def run_train(
     settings,  # of `train_settings`
     say=print, # where the report goes
@@ -233,5 +233,7 @@ def run_train(
         records, watch = _learn(s, draft, target, tokenizer, data, [kind for kind, ps in held.items() for _ in ps], say, group)
     if first:
         best = watch.restore(draft)
-        say(f"{export_draft(draft, output) / 1e6:.1f} MB in {output}: the weights of step {best['step']}" + ('' if best['acceptance'] is None else f", {best['acceptance']:.2f} tokens a round on held-out answers (after the last step {records[-1]['acceptance']:.2f})"))
+        worse = best['acceptance'] is not None and records[-1]['acceptance'] < 0.95 * best['acceptance']
+        say(f"{export_draft(draft, output) / 1e6:.1f} MB in {output}: the weights of step {best['step']}" + ('' if best['acceptance'] is None else f", {best['acceptance']:.2f} tokens a round on held-out answers (after the last step {records[-1]['acceptance']:.2f}"
+            + ("; it grew worse on what it had not seen, so more answers, or a shorter training, make a better draft" if worse else '') + ')'))
     return records

@@ -1,0 +1,145 @@
+"Few rows at a time: the products, the switch, and on an NVIDIA GPU the kernel."
+import vllm_mlx
+import itertools
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import vllm_mlx.few_rows as F
+import vllm_mlx.speculate as speculate
+from vllm_mlx.dflash import tiny_draft
+from vllm_mlx.few_rows import attend, few, few_rows_class, rows_attention, rows_mask, rows_product
+from vllm_mlx.gdn import gdn_backend
+from vllm_mlx.models import load, tiny_model
+from vllm_mlx.split_sdpa import SPLIT_FORMS, by_rows, fast_rows, install_split_attention_hooks, remove_split_attention_hooks
+from vllm_mlx.turboquant import carries
+
+cuda = pytest.mark.skipif(gdn_backend() != 'cuda', reason='not available here: an NVIDIA GPU is needed')
+
+def kinds(model): return [type(m) for m in model.modules()]
+def changed(model): return sum(carries(type(m), '_few_rows') for m in model.modules())
+
+@pytest.mark.parametrize('shape', [(1, 2, 64), (1, 16, 64), (3, 5, 64), (2, 64), (1, 17, 64), (1, 1, 64), (64,), (0, 64)])
+@pytest.mark.parametrize('bias', [True, False])
+def test_products_are_the_same(shape, bias):
+    layer, x = nn.Linear(64, 24, bias=bias), mx.random.normal(shape)
+    want = layer(x)
+    layer.__class__ = few_rows_class(nn.Linear)
+    got = layer(x)
+    assert got.shape == want.shape and np.allclose(got, want, atol=1e-5)
+
+def test_a_row_is_the_same_whatever_is_beside_it():
+    w, x = mx.random.normal((24, 64)), mx.random.normal((1, 16, 64))
+    for n in (2, 5, 16): assert np.allclose(rows_product(x[:, :n], w), rows_product(x, w)[:, :n], atol=1e-6)
+
+def test_what_few_rows_are():
+    w = mx.zeros((24, 64))
+    assert [few(mx.zeros(s), w) for s in ((1, 1, 64), (1, 2, 64), (4, 4, 64), (4, 5, 64), (64,), (0, 64))] == [False, True, True, False, False, False]
+    assert not few(mx.zeros((1, 4, 60)), mx.zeros((24, 60)))                     # the one-row kernel takes multiples of 32
+    big = mx.zeros((49152, 576), mx.bfloat16)
+    assert few(mx.zeros((1, 2, 576)), big) and not few(mx.zeros((1, 8, 576)), big)
+
+def test_masks():
+    assert np.array_equal(rows_mask('causal', 3, 5), np.arange(5) <= np.arange(2, 5)[:, None])
+    assert np.array_equal(rows_mask(None, 2, 3), np.ones((2, 3), bool))
+    one = mx.array([[True, False, True]])
+    for shape in ((1, 3), (1, 1, 3), (1, 1, 1, 3)): assert np.array_equal(rows_mask(one.reshape(shape), 2, 3), [[True, False, True]] * 2)
+    for bad in (mx.zeros((2, 3)), mx.ones((2, 1, 2, 3), mx.bool_), mx.ones((1, 4, 2, 3), mx.bool_), 'window'): assert rows_mask(bad, 2, 3) is None
+
+def test_the_kernel_says_what_is_wrong():
+    q, k = mx.zeros((1, 4, 3, 8)), mx.zeros((1, 2, 9, 8))
+    with pytest.raises(ValueError, match='do not fit'): rows_attention(mx.zeros((1, 3, 3, 8)), k, k, 1.0)
+    with pytest.raises(ValueError, match='do not fit'): rows_attention(mx.zeros((1, 4, 3, 16)), k, k, 1.0)
+    with pytest.raises(ValueError, match='mask is .*float32'): rows_attention(q, k, k, 1.0, mx.zeros((3, 9)))
+    with pytest.raises(ValueError, match='mask is window'): rows_attention(q, k, k, 1.0, 'window')
+    if gdn_backend() != 'cuda':
+        with pytest.raises(RuntimeError, match='needs an NVIDIA GPU'): rows_attention(q, k, k, 1.0)
+
+@pytest.mark.parametrize('mask', ['causal', None, 'bool', 'additive', 'heads'])
+@pytest.mark.parametrize('L', [1, 2, 16, 17])
+def test_attend_is_attention(mask, L):
+    H, KV, C, D = 4, 2, 40, 32
+    q, k, v = (mx.random.normal((2, h, n, D)) for h, n in ((H, L), (KV, C), (KV, C)))
+    m = dict(bool=mx.random.uniform(shape=(1, 1, L, C)) < .6, additive=mx.random.normal((1, 1, L, C)), heads=mx.random.uniform(shape=(1, H, L, C)) < .6).get(mask, mask)
+    if isinstance(m, mx.array) and m.dtype == mx.bool_: m = m | (mx.arange(C) == 0)
+    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=D ** -.5, mask=m)
+    for form in (attend, SPLIT_FORMS['kernel']): assert np.allclose(form(q, k, v, D ** -.5, m), want, atol=2e-3 if gdn_backend() == 'cuda' else 1e-5)
+
+@cuda
+@pytest.mark.parametrize('dtype, limit', [(mx.float32, 2e-3), (mx.bfloat16, 1e-2), (mx.float16, 5e-3)])
+@pytest.mark.parametrize('H, KV, D, Dv', [(9, 3, 64, 64), (4, 2, 80, 48), (2, 1, 256, 256), (1, 1, 8, 8)])
+@pytest.mark.parametrize('L, C', [(2, 3), (2, 40), (8, 256), (16, 1000)])
+def test_the_kernel(dtype, limit, H, KV, D, Dv, L, C):
+    q, k, v = (mx.random.normal((2, h, n, d)).astype(dtype) for h, n, d in ((H, L, D), (KV, C, D), (KV, C, Dv)))
+    for mask in ('causal', None, mx.random.uniform(shape=(1, 1, L, C)) < .3):
+        if isinstance(mask, str) and L > C: continue
+        seen = np.array(rows_mask(mask, L, C))
+        s = np.einsum('bkgld,bkcd->bkglc', np.array(q.astype(mx.float32), np.float64).reshape(2, KV, H // KV, L, D), np.array(k.astype(mx.float32), np.float64)) * D ** -.5
+        e = np.where(seen, np.exp(s - s.max(-1, keepdims=True)), 0)
+        want = np.einsum('bkglc,bkcd->bkgld', e / np.maximum(e.sum(-1, keepdims=True), 1e-300), np.array(v.astype(mx.float32), np.float64)).reshape(2, H, L, Dv)
+        got = np.array(rows_attention(q, k, v, D ** -.5, mask).astype(mx.float32))
+        assert np.abs(got - want).max() <= limit * max(1, np.abs(want).max())
+
+@pytest.mark.parametrize('family', ['llama', 'qwen3_5', 'gemma3', 'gpt_oss'])
+def test_switched_on_and_off(family):
+    try: model = tiny_model(family)
+    except (KeyError, ValueError): pytest.skip(f'no tiny {family}')
+    ids, was = mx.array([[5, 9, 2, 7]]), kinds(model)
+    want = model(ids, cache=make_prompt_cache(model))
+    with fast_rows(model, on=True):
+        assert changed(model)
+        got = model(ids, cache=make_prompt_cache(model))
+    assert kinds(model) == was and np.allclose(got, want, atol=1e-4 * float(mx.abs(want).max()))
+
+def test_quantised_layers_stay_as_they_are():
+    model = tiny_model('llama')
+    nn.quantize(model, group_size=32, bits=4)
+    was = kinds(model)
+    with fast_rows(model, on=True): assert changed(model) == 0
+    assert kinds(model) == was
+
+def test_off_after_an_error_and_in_any_order():
+    model = tiny_model('llama')
+    was = kinds(model)
+    with pytest.raises(KeyError):
+        with fast_rows(model, on=True): raise KeyError
+    assert kinds(model) == was
+    for order in itertools.permutations(range(3)):
+        users = [fast_rows(model, on=True) for _ in range(3)]
+        for u in users: u.__enter__()
+        for i in order:
+            assert changed(model)
+            users[i].__exit__(None, None, None)
+        assert kinds(model) == was
+
+def test_somebody_elses_hooks_stay():
+    model, ids = tiny_model('llama'), mx.array([[5, 9, 2, 7]])
+    rule = ((32, 0, 'rows'),)
+    install_split_attention_hooks(model, rule)
+    was = kinds(model)
+    with fast_rows(model, on=True): assert all(type(m)._rule == rule for m in model.modules() if carries(type(m), '_unhooked'))
+    assert kinds(model) == was
+    with fast_rows(model, on=True): remove_split_attention_hooks(model)           # taken back meanwhile: stays so
+    assert not any(carries(type(m), '_unhooked') or carries(type(m), '_few_rows') for m in model.modules())
+
+@pytest.mark.parametrize('family', ['llama', 'qwen3_5'])
+@pytest.mark.parametrize('form', ['plain', 'layers', 'whole'])
+def test_the_loop_switches_it_on_and_leaves_nothing(family, form, monkeypatch):
+    model, tokenizer = tiny_model(family), load('smollm2-135m')[1]
+    draft = tiny_draft(model)
+    was, drafts_were = kinds(model), kinds(draft)
+    how = dict(max_tokens=24, block_size=4, verify=form)
+    want = [r.token for r in speculate.stream_generate(model, draft, tokenizer, [5, 6, 7], **how)]
+    monkeypatch.setattr(speculate, 'fast_rows', lambda m, attention=True: fast_rows(m, attention, on=True))
+    gen = speculate.stream_generate(model, draft, tokenizer, [5, 6, 7], **how)
+    assert kinds(model) == was                                                    # not before it runs
+    got = [next(gen).token]
+    assert changed(model) and changed(draft)
+    got += [r.token for r in gen]
+    assert got == want and kinds(model) == was and kinds(draft) == drafts_were
+    gen = speculate.stream_generate(model, draft, tokenizer, [5, 6, 7], **how)
+    next(gen); gen.close()
+    assert kinds(model) == was and kinds(draft) == drafts_were
