@@ -1,11 +1,12 @@
 "Few rows at a time: the products, the switch, and on an NVIDIA GPU the kernel."
 import vllm_mlx
-import itertools
+import copy, itertools, pickle, sys, threading
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import vllm_mlx.few_rows as F
@@ -13,14 +14,15 @@ import vllm_mlx.speculate as speculate
 from vllm_mlx.dflash import tiny_draft
 from vllm_mlx.few_rows import attend, few, few_rows_class, rows_attention, rows_mask, rows_product
 from vllm_mlx.gdn import gdn_backend
-from vllm_mlx.models import load, tiny_model
-from vllm_mlx.split_sdpa import SPLIT_FORMS, by_rows, fast_rows, install_split_attention_hooks, remove_split_attention_hooks
+from vllm_mlx.models import TINY_FAMILIES, load, tiny_model
+import vllm_mlx.split_sdpa as split
+from vllm_mlx.split_sdpa import SPLIT_FORMS, fast_rows, install_split_attention_hooks, remove_split_attention_hooks, split_attention_hooks
 from vllm_mlx.turboquant import carries
 
 cuda = pytest.mark.skipif(gdn_backend() != 'cuda', reason='not available here: an NVIDIA GPU is needed')
 
 def kinds(model): return [type(m) for m in model.modules()]
-def changed(model): return sum(carries(type(m), '_few_rows') for m in model.modules())
+def changed(model, mark='_few_rows'): return sum(carries(type(m), mark) for m in model.modules())
 
 @pytest.mark.parametrize('shape', [(1, 2, 64), (1, 16, 64), (3, 5, 64), (2, 64), (1, 17, 64), (1, 1, 64), (64,), (0, 64)])
 @pytest.mark.parametrize('bias', [True, False])
@@ -53,6 +55,7 @@ def test_the_kernel_says_what_is_wrong():
     q, k = mx.zeros((1, 4, 3, 8)), mx.zeros((1, 2, 9, 8))
     with pytest.raises(ValueError, match='do not fit'): rows_attention(mx.zeros((1, 3, 3, 8)), k, k, 1.0)
     with pytest.raises(ValueError, match='do not fit'): rows_attention(mx.zeros((1, 4, 3, 16)), k, k, 1.0)
+    with pytest.raises(ValueError, match='heads of 264 numbers'): rows_attention(mx.zeros((1, 4, 3, 264)), *[mx.zeros((1, 2, 9, 264))] * 2, 1.0)
     with pytest.raises(ValueError, match='mask is .*float32'): rows_attention(q, k, k, 1.0, mx.zeros((3, 9)))
     with pytest.raises(ValueError, match='mask is window'): rows_attention(q, k, k, 1.0, 'window')
     if gdn_backend() != 'cuda':
@@ -83,10 +86,15 @@ def test_the_kernel(dtype, limit, H, KV, D, Dv, L, C):
         got = np.array(rows_attention(q, k, v, D ** -.5, mask).astype(mx.float32))
         assert np.abs(got - want).max() <= limit * max(1, np.abs(want).max())
 
-@pytest.mark.parametrize('family', ['llama', 'qwen3_5', 'gemma3', 'gpt_oss'])
+@cuda
+def test_a_nan_stays_one():
+    q, k, v = (mx.random.normal((1, 2, n, 32)) for n in (3, 40, 40))
+    k[:, :, 7] = mx.nan
+    assert np.isnan(rows_attention(q, k, v, 0.2)).all() and not np.isnan(rows_attention(q, k, v, 0.2, mx.arange(40)[None] != 7)).any()
+
+@pytest.mark.parametrize('family', TINY_FAMILIES)
 def test_switched_on_and_off(family):
-    try: model = tiny_model(family)
-    except (KeyError, ValueError): pytest.skip(f'no tiny {family}')
+    model = tiny_model(family)
     ids, was = mx.array([[5, 9, 2, 7]]), kinds(model)
     want = model(ids, cache=make_prompt_cache(model))
     with fast_rows(model, on=True):
@@ -117,13 +125,83 @@ def test_off_after_an_error_and_in_any_order():
 
 def test_somebody_elses_hooks_stay():
     model, ids = tiny_model('llama'), mx.array([[5, 9, 2, 7]])
-    rule = ((32, 0, 'rows'),)
+    rule, plain = ((32, 0, 'rows'),), model(ids)
     install_split_attention_hooks(model, rule)
     was = kinds(model)
-    with fast_rows(model, on=True): assert all(type(m)._rule == rule for m in model.modules() if carries(type(m), '_unhooked'))
+    with fast_rows(model, on=True): assert all(type(m)._rule == rule for m in model.modules() if carries(type(m), '_unhooked')) and not changed(model, '_few_attention')
     assert kinds(model) == was
     with fast_rows(model, on=True): remove_split_attention_hooks(model)           # taken back meanwhile: stays so
-    assert not any(carries(type(m), '_unhooked') or carries(type(m), '_few_rows') for m in model.modules())
+    assert not any(carries(type(m), mark) for m in model.modules() for mark in ('_unhooked', '_few_rows', '_few_attention'))
+    with fast_rows(model, on=True):
+        install_split_attention_hooks(model, rule)                                # put there meanwhile: likewise
+        assert changed(model, '_unhooked') == changed(model, '_few_attention') > 0
+        assert np.allclose(model(ids), plain, atol=1e-4)
+    assert kinds(model) == was
+
+def test_hooks_for_a_block_that_outlast_it():
+    model = tiny_model('llama')
+    was = kinds(model)
+    ours, theirs = fast_rows(model, on=True), split_attention_hooks(model, ((32, 0, 'rows'),))
+    ours.__enter__(); theirs.__enter__(); ours.__exit__(None, None, None)
+    assert changed(model, '_unhooked') and not changed(model, '_few_attention') and not changed(model)
+    theirs.__exit__(None, None, None)
+    assert kinds(model) == was
+
+def test_threads():
+    model, failed = tiny_model('llama'), []
+    was = kinds(model)
+    def go():
+        try:
+            for _ in range(60):
+                with fast_rows(model, on=True): pass
+        except BaseException as e: failed.append(e)
+    before = sys.getswitchinterval(); sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=go) for _ in range(4)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+    finally: sys.setswitchinterval(before)
+    assert not failed and kinds(model) == was
+
+def test_a_draft():
+    target = tiny_model('llama')
+    draft = tiny_draft(target)
+    was, ids, features = kinds(draft), mx.array([[3, 1, 1, 1]]), mx.random.normal((1, 9, len(draft.config.target_layer_ids) * draft.config.hidden_size))
+    want = draft(ids, features)
+    with fast_rows(draft, on=True), fast_rows(target, on=True):
+        assert changed(draft) and changed(draft, '_few_attention') == len(draft.layers)
+        got = draft(ids, features)
+        assert carries(type(draft._lent.embed), '_few_rows') and draft._lent.head.__func__ is type(draft._lent.embed).as_linear      # the head that is there now
+    assert kinds(draft) == was and np.allclose(got, want, atol=1e-4)
+    assert not carries(type(draft._lent.embed), '_few_rows')
+    grads = nn.value_and_grad(draft, lambda d: d(ids, features).sum())(draft)[1]   # outside it has gradients, on every backend
+    assert all(np.isfinite(np.array(g)).all() for _, g in tree_flatten(grads))
+
+@pytest.mark.parametrize('again', [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_plain(again):
+    layer = nn.Linear(64, 8)
+    layer.__class__ = few_rows_class(nn.Linear)
+    new = again(layer)
+    assert type(new) is nn.Linear and mx.array_equal(new.weight, layer.weight)
+    model = tiny_model('llama')
+    was = kinds(model)
+    with fast_rows(model, on=True): new = again(model)
+    assert [k.__name__ for k in kinds(new)] == [k.__name__ for k in was] and not changed(new) and not changed(new, '_few_attention')
+    assert mx.array_equal(new(mx.array([[5, 9, 2]])), model(mx.array([[5, 9, 2]])))
+
+def test_a_failure_on_the_way_in_leaves_nothing(monkeypatch):
+    model, tokenizer = tiny_model('llama'), load('smollm2-135m')[1]
+    was = kinds(model)
+    def broken(cls): raise KeyError(cls)
+    monkeypatch.setitem(split._few, '_few_attention', (split._few['_few_attention'][0], broken))
+    with pytest.raises(KeyError):
+        with fast_rows(model, on=True): pass
+    assert kinds(model) == was
+    monkeypatch.setattr(speculate, 'fast_rows', lambda m: fast_rows(m, on=True))
+    cache = speculate.SpecCache(model, None)
+    with pytest.raises(KeyError): list(speculate.stream_generate(model, None, tokenizer, [5, 6, 7], max_tokens=4, prompt_cache=cache))
+    monkeypatch.undo()
+    assert len(list(speculate.stream_generate(model, None, tokenizer, [5, 6, 7], max_tokens=4, prompt_cache=cache))) == 4       # no generation is "under way" 
 
 @pytest.mark.parametrize('family', ['llama', 'qwen3_5'])
 @pytest.mark.parametrize('form', ['plain', 'layers', 'whole'])
@@ -133,7 +211,7 @@ def test_the_loop_switches_it_on_and_leaves_nothing(family, form, monkeypatch):
     was, drafts_were = kinds(model), kinds(draft)
     how = dict(max_tokens=24, block_size=4, verify=form)
     want = [r.token for r in speculate.stream_generate(model, draft, tokenizer, [5, 6, 7], **how)]
-    monkeypatch.setattr(speculate, 'fast_rows', lambda m, attention=True: fast_rows(m, attention, on=True))
+    monkeypatch.setattr(speculate, 'fast_rows', lambda m: fast_rows(m, on=True))
     gen = speculate.stream_generate(model, draft, tokenizer, [5, 6, 7], **how)
     assert kinds(model) == was                                                    # not before it runs
     got = [next(gen).token]

@@ -7,7 +7,7 @@ __all__ = ['DRAFTS', 'DFlashAttention', 'DFlashLayer', 'embedding_and_head', 'DF
            'tiny_draft', 'draft_folder', 'default_draft', 'load_dflash', 'save_dflash', 'convert_dflash_to_mlx',
            'SPARE', 'DFlashConfig', 'DraftCache', 'default_target_layers', 'visible']
 
-# %% ../nbs/13_dflash.ipynb #f6179b3c
+# %% ../nbs/13_dflash.ipynb #c9316df1
 import json, os, shutil, tempfile
 from dataclasses import fields
 from importlib import resources
@@ -21,14 +21,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .draft_state import _ARCHITECTURE, SPARE, DFlashConfig, DraftCache, default_target_layers, visible
-from .few_rows import attend
 from .graphs import Graph, owned
 from .layers import attention_layout, context_length, text_model
 from .models import cast, find_model, place, same_random_state
 
 _all_ = ['SPARE', 'DFlashConfig', 'DraftCache', 'default_target_layers', 'visible']
 
-# %% ../nbs/13_dflash.ipynb #4075cdbe
+# %% ../nbs/13_dflash.ipynb #d9d113c3
 def _rotate(rope, x, positions):
     "Rotate x (B, n_heads, L, head_dim). positions: int or (B,) MLX array, of the first token; or (L,) numpy, of each."
     if not isinstance(positions, np.ndarray): return rope(x, offset=positions)
@@ -63,13 +62,16 @@ class DFlashAttention(nn.Module):
 
     def __call__(self,
         x,         # (B, S, hidden) the normed block; or (B, N, S, hidden), N blocks of each text
-        context,   # (keys, values) of the context, or None
+        context,   # (keys, values) of the context, or None (not for N blocks)
         positions, # position of the block's first token: int, or (B,) array; of each block's: (B, N)
-        mask=None, # bool, broadcastable to (B, n_heads, S, T + S), or 'causal'; None: all visible. For N blocks (B, N, S, T + S)
+        mask=None, # bool, broadcastable to (B, n_heads, S, T + S), or 'causal'; None: all visible. For N blocks bool (B, N, S, T + S) or None
     ):             # as x
         if x.ndim == 4: return self._many(x, context, positions, mask)
-        out = attend(self._queries(x, positions), *_joined(context, self.keys_values(x, positions)), self.scale, mask)
+        out = self.attend(self._queries(x, positions), *_joined(context, self.keys_values(x, positions)), self.scale, mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+    @staticmethod
+    def attend(queries, keys, values, scale, mask): return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)    # `fast_rows` (chapter 31) puts another one here
 
     def _queries(self, x, positions): return _rotate(self.rope, self.q_norm(self._heads(self.q_proj(x), self.n_heads)).transpose(0, 2, 1, 3), positions)
 
@@ -83,7 +85,7 @@ class DFlashAttention(nn.Module):
         far = turn(queries).reshape(B, K, N * G * S, -1) @ context[0].swapaxes(-1, -2)
         near = turn((queries.reshape(B, N, K, G * S, -1) @ keys.swapaxes(-1, -2)).reshape(B, N, K, G, S, S))
         scores = mx.concatenate([far.reshape(B, K, N, G, S, T), near], axis=-1)
-        share = mx.softmax(mx.where(mask[:, None, :, None], scores, -mx.inf), axis=-1, precise=True)
+        share = mx.softmax(scores if mask is None else mx.where(mask[:, None, :, None], scores, -mx.inf), axis=-1, precise=True)
         out = turn((share[..., :T].reshape(B, K, N * G * S, T) @ context[1]).reshape(B, K, N, G, S, -1)).reshape(B, N, K, G * S, -1)
         out = out + turn(share[..., T:]).reshape(B, N, K, G * S, S) @ values
         return self.o_proj(out.reshape(B, N, K * G, S, -1).transpose(0, 1, 3, 2, 4).reshape(B, N, S, -1))
@@ -198,7 +200,7 @@ class _DFlashBlocks(_DFlashTrunk):
             x = layer(x, layer.self_attn.keys_values(context, 0), anchors, seen)
         return self.norm(x)
 
-# %% ../nbs/13_dflash.ipynb #4828a9cc
+# %% ../nbs/13_dflash.ipynb #72dd9518
 def _outside_layers(owner): return [m for name, m in owner.named_modules() if 'layers' not in name.split('.')]
 def _rows_of(m): return m.weight.shape[0]
 
@@ -217,7 +219,9 @@ def embedding_and_head(
 
 class _Lent:
     "What a draft uses of its target. A plain object, so that the draft neither trains nor saves it."
-    def __init__(self, target): self.target, (self.embed, self.head) = target, embedding_and_head(target)
+    def __init__(self, target): self.target, (self.embed, self._head) = target, embedding_and_head(target)
+    @property
+    def head(self): return self._head if isinstance(self._head, nn.Module) else self.embed.as_linear      # looked up late: `fast_rows` may have changed the table's class
     @property
     def dtype(self): return self.embed(mx.zeros((1, 1), mx.int32)).dtype
 

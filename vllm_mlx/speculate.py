@@ -6,9 +6,9 @@
 __all__ = ['prompt_ids', 'stream_generate', 'generate', 'bench_speculate', 'bench_proposals', 'best_proposal', 'proposals_table',
            'KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
-# %% ../nbs/15_speculate.ipynb #61b01ccc
+# %% ../nbs/15_speculate.ipynb #8b988e51
 import inspect, time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -94,7 +94,7 @@ def _check_size(block_size, draft, curve, memory=None):
     if not isinstance(size, int) or size < 1: raise ValueError(f"block_size is {block_size!r}: 'kod', None for the trained size ({trained}), or at least 1 is needed")
     return size, None
 
-# %% ../nbs/15_speculate.ipynb #8f984157
+# %% ../nbs/15_speculate.ipynb #4ad39ebc
 def stream_generate(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft; None: plain decoding, through the same loop
@@ -157,8 +157,9 @@ def _stream(run, detokenizer, read):
     c, stats, failed = run.cache, run.stats, True
     if c._run is not None: raise ValueError("another generation is under way on this cache: close it first")
     c._run = run
-    with wired_limit(run.model, [generation_stream]), fast_rows(run.model), fast_rows(run.draft, attention=False) if isinstance(run.draft, nn.Module) else nullcontext():
+    with wired_limit(run.model, [generation_stream]), ExitStack() as held:
         try:
+            for m in (run.model, run.draft): held.enter_context(fast_rows(m) if isinstance(m, nn.Module) else nullcontext())
             began = time.perf_counter()
             read()
             run.ready = True

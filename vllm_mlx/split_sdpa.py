@@ -8,8 +8,8 @@ __all__ = ['SPLIT_FORMS', 'MOST_ROWS', 'NEVER', 'SPLIT_TABLE', 'PAD_ROWS', 'by_r
            'remove_split_attention_hooks', 'split_attention_hooks', 'pad_small_projections',
            'install_split_sdpa_if_hybrid', 'fast_rows', 'measure_split_threshold', 'split_rule', 'bench_split']
 
-# %% ../nbs/31_split_sdpa.ipynb #b105a224
-import time
+# %% ../nbs/31_split_sdpa.ipynb #0d21afef
+import threading, time
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
 
@@ -19,7 +19,7 @@ from mlx_lm.models.base import scaled_dot_product_attention as fused_attention
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .cpu_math import _powers
-from .few_rows import MOST_ROWS as MOST_ROWS_AT_ONCE, attend, few_rows_class
+from .few_rows import MOST_ROWS as MOST_ROWS_AT_ONCE, attend, changed_class, few_rows_class
 from .gdn import gdn_backend, gdn_layers
 from .graphs import owned
 from .layers import _find_attention_layers, _get_attn_module
@@ -268,35 +268,64 @@ def install_split_sdpa_if_hybrid(
     pad_small_projections(model)
     return n
 
-# %% ../nbs/31_split_sdpa.ipynb #e696de7b
-def _few_rows_on(model, attention):
-    found = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
-    for m in found: m.__class__ = few_rows_class(type(m))
-    rows = [m for m in _hookable(model) if not carries(type(m), '_unhooked') and _calls_attention(type(m))] if attention else []
-    for m in rows: m.__class__ = _hooked_class(type(m), None)
-    return found, rows
+# %% ../nbs/31_split_sdpa.ipynb #bf303cde
+_attention_classes, _switch = {}, threading.RLock()
 
-def _few_rows_off(found, rows):
-    for m in found:
-        if carries(type(m), '_few_rows'): m.__class__ = class_without(type(m), '_few_rows')
-    for m in rows: _unhook(m)
+def _few_attention_class(cls):
+    "A subclass whose attention of few rows is the kernel's: a model's by the device's rule, a draft's by `attend`."
+    if cls not in _attention_classes:
+        if hasattr(cls, 'attend'): how = dict(attend=staticmethod(attend))
+        else:
+            f = cls.__call__
+            def attention(*args, **kwargs): return split_attention(*args, **kwargs, fused=f.__globals__[_CALLED])
+            call = FunctionType(f.__code__, {**f.__globals__, _CALLED: attention}, f.__name__, f.__defaults__, f.__closure__)
+            call.__kwdefaults__ = f.__kwdefaults__
+            how = dict(__call__=call)
+        _attention_classes[cls] = changed_class(cls, '_few_attention', _few_attention_class, **how)
+    return _attention_classes[cls]
+
+def _attends(model):
+    "The modules whose attention can be changed, but for those that somebody else has changed."
+    if mine := [m for m in model.modules() if hasattr(type(m), 'attend')]: return mine
+    return [m for m in _hookable(model) if not carries(type(m), '_unhooked') and _calls_attention(type(m))] if hasattr(model, 'layers') else []
+
+_few = dict(_few_rows=(lambda model: [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)], few_rows_class), _few_attention=(_attends, _few_attention_class))
+
+def _few_off(mark, modules):
+    for m in modules:
+        if carries(type(m), mark): m.__class__ = class_without(type(m), mark)
+
+def _few_on(model, mark):
+    users, modules = owned(model).get(mark, (0, []))
+    if not users:
+        find, change = _few[mark]
+        modules = find(model)
+        try:
+            for m in modules: m.__class__ = change(type(m))
+        except BaseException: _few_off(mark, modules); raise
+    owned(model)[mark] = users + 1, modules
+
+def _few_done(model, mark):
+    users, modules = owned(model)[mark]
+    owned(model)[mark] = (users - 1, modules) if users > 1 else (0, [])
+    if users == 1: _few_off(mark, modules)
 
 @contextmanager
 def fast_rows(
-    model,       # an mlx-lm model, or a draft
-    attention=True, # its attention too; a draft's takes the kernel by itself
-    on=None,     # None: on an NVIDIA GPU
+    model,          # an mlx-lm model, or a draft
+    attention=True, # its attention too
+    on=None,        # None: on an NVIDIA GPU
 ):
-    "For a `with` block, the cheap ways for a block of few rows. Blocks inside of each other, in whatever order they end, count as one."
-    if not (gdn_backend() == 'cuda' if on is None else on): yield model; return
-    mine = owned(model)
-    users, changed = mine.get('few rows') or (0, None)
-    mine['few rows'] = users + 1, changed or _few_rows_on(model, attention)
-    try: yield model
+    "For a `with` block, the cheap ways for a block of few rows. Blocks inside of each other, in whatever order they end and on whatever threads, count as one."
+    entered = []
+    try:
+        if gdn_backend() == 'cuda' if on is None else on:
+            for mark in ('_few_rows', '_few_attention')[:1 + attention]:
+                with _switch: _few_on(model, mark); entered.append(mark)
+        yield model
     finally:
-        users, changed = mine['few rows']
-        mine['few rows'] = (users - 1, changed) if users > 1 else None
-        if users == 1: _few_rows_off(*changed)
+        with _switch:
+            for mark in entered: _few_done(model, mark)
 
 # %% ../nbs/31_split_sdpa.ipynb #551df230
 def measure_split_threshold(

@@ -113,14 +113,14 @@ def bench_perplexity(
             if progress is not None: progress(rows())
     return rows()
 
-# %% ../nbs/30a_turboquant_quality.ipynb #ec8fe403
+# %% ../nbs/30a_turboquant_quality.ipynb #464678ce
 def bench_facts(
     model, tokenizer,
     ways,            # {name: way}
     lengths=(1000,), # tokens of a prompt
     n_cases=8,       # cases of each length
     kind='shared',   # as in `make_case`
-    max_tokens=16,   # of an answer
+    max_tokens=24,   # of an answer; a sentence with a number of four digits takes up to 20
     budget_s=math.inf, # after so many seconds no case is begun any more
     progress=None,   # called with the rows so far, after each case
 ):                   # [dict(way, prompt_tokens, cases, correct)]
