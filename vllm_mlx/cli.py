@@ -69,7 +69,7 @@ def add_options(
     add("--plot", type=picture_file, metavar="OUT.png", help="save a picture of the kept tokens (.png, .svg or .pdf)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
-# %% ../nbs/40_cli.ipynb #573eed3a
+# %% ../nbs/40_cli.ipynb #7cccfd70
 def block_size(
     word:str # as typed after --block-size
 ) -> int|str: # tokens, or "kod"
@@ -96,7 +96,7 @@ def add_generate_options(
     add("--draft", metavar="D", help="a DFlash draft made for this model: an alias, a folder or a hub id; none: token by token (default: the one that ships for this model, if there is one)")
     add("--prompt", required=True, metavar="P", help="the text to go on from; - reads standard input")
     add("--raw", action="store_true", help="the prompt as it is, even if the model has a chat template")
-    add("--verify", choices=("plain", "layers", "whole", "auto"), help="form of the verification (chapter 12b): as one graph (whole) it is the fastest on an NVIDIA GPU, where the default is auto: tried in turns (default elsewhere: plain)")
+    add("--verify", choices=("plain", "layers", "whole", "auto"), default="plain", help="form of the verification (chapter 12b): as one graph (whole) it is the fastest on an NVIDIA GPU, but compiles for seconds first, which only a long answer repays; auto: tried in turns (default: %(default)s)")
     add("--block-size", type=block_size, default="kod", metavar="N", help="tokens of a block, anchor included, or kod: chosen by what is accepted and what it costs (default: %(default)s)")
     add("--max-tokens", type=whole_number, default=256, metavar="N", help="the longest answer, in tokens (default: %(default)s)")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)")

@@ -211,7 +211,7 @@ def plot_speed(
     if not rows: raise ValueError(f"no speedup was measured at temperature {temperature}")
     return plot_bars(rows, "times the speed of mlx-lm", xlabel="prompts, block size", fmt="{:.2f}")
 
-# %% ../nbs/16a_shipped_drafts.ipynb #e7f9270f
+# %% ../nbs/16a_shipped_drafts.ipynb #85e89e9a
 _SOURCES = """Answers of the target itself (greedy, one in four sampled at 0.7) to prompts made from what ships with CPython: source files of the standard library and their docstrings, and the language reference in `pydoc_data` (Python Software Foundation License), and {chat}. No text of a training answer was written by anyone but the target. Documents whose name hashes into the held-out part were never used for training."""
 
 def model_card(
@@ -233,8 +233,8 @@ def model_card(
              "It changes no text: the target verifies every token. It can only make it come sooner.", "## Data", data or _SOURCES.format(chat=chat)]
     if training: parts += ["## Recipe", _recipe(training), _curve(training)]
     for r in results:
-        s, n = r["settings"], {a["kind"]: a["prompts"] for a in r["acceptance"]}
-        parts += [f"## Measured: {r['device']}, {r['dtype']}", f"Held-out prompts ({', '.join(f'{v} {k}' for k, v in n.items())}), answers of up to {s['max_tokens']} tokens; speed on {s['speed_prompts']} of each kind in {max((x['turns'] for x in r['speed']), default=0)} turns, median and extremes; plain is mlx-lm {r['versions']['mlx_lm']} in the same run, MLX {r['versions']['mlx']}.", draft_table(r), _identity(r)]
+        s, n = r["settings"], {k: sorted({a["prompts"] for a in r["acceptance"] if a["kind"] == k}) for k in dict.fromkeys(a["kind"] for a in r["acceptance"])}
+        parts += [f"## Measured: {r['device']}, {r['dtype']}", f"Held-out prompts ({', '.join(f'{v[0]} {k}' if len(v) == 1 else f'{v[0]} to {v[-1]} {k}' for k, v in n.items())}), answers of up to {s['max_tokens']} tokens; speed on {s['speed_prompts']} of each kind in {max((x['turns'] for x in r['speed']), default=0)} turns, median and extremes; plain is mlx-lm {r['versions']['mlx_lm']} in the same run, MLX {r['versions']['mlx']}.", draft_table(r), _identity(r)]
     parts += ["## Limits", " ".join(("A draft fits one target with these weights, and no other, not even a fine-tuned one.", "Text of other kinds than its data is drafted worse: `--block-size kod` then falls back to plain decoding.", *limits)),
               "## Licence", f"{about['licence']}." + (" The target is SmolLM2-135M-Instruct, Apache-2.0, by Hugging Face." if about["target"] == "smollm2-135m" else " The target's own licence texts lie beside it.") + " Python is a trademark of the Python Software Foundation, which has no part in this."]
     if commands: parts += ["## Commands", "```\n" + "\n".join(commands) + "\n```"]
