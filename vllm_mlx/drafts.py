@@ -211,7 +211,7 @@ def plot_speed(
     if not rows: raise ValueError(f"no speedup was measured at temperature {temperature}")
     return plot_bars(rows, "times the speed of mlx-lm", xlabel="prompts, block size", fmt="{:.2f}")
 
-# %% ../nbs/16a_shipped_drafts.ipynb #85e89e9a
+# %% ../nbs/16a_shipped_drafts.ipynb #5e4e1dc1
 _SOURCES = """Answers of the target itself (greedy, one in four sampled at 0.7) to prompts made from what ships with CPython: source files of the standard library and their docstrings, and the language reference in `pydoc_data` (Python Software Foundation License), and {chat}. No text of a training answer was written by anyone but the target. Documents whose name hashes into the held-out part were never used for training."""
 
 def model_card(
@@ -230,7 +230,7 @@ def model_card(
     d, chat = results[0]["draft"], "questions about everyday subjects written for this purpose" if about["target"] != "nano-hybrid" else "beginnings of source files"
     parts = [f"# {name}", f"A DFlash draft (arXiv 2602.06036) for `{about['target']}`: {d['layers']} layer{'s' * (d['layers'] != 1)}, {d['parameters']:,} parameters, blocks of {d['block_size']} tokens, reading layers {', '.join(map(str, d['target_layer_ids']))} of its target. bfloat16" + (f", {size / 1e6:.1f} MB." if size else "."),
              "```python\nfrom vllm_mlx import speculate\nfrom vllm_mlx.dflash import load_dflash\nfrom vllm_mlx.models import load\n\n" + f"target, tokenizer = load({about['target']!r})\ndraft = load_dflash({name!r}, target)\nprint(speculate.generate(target, draft, tokenizer, 'def add(a, b):', max_tokens=64)[0])\n```",
-             "It changes no text: the target verifies every token. It can only make it come sooner.", "## Data", data or _SOURCES.format(chat=chat)]
+             "It changes no text, since the target verifies every token; it can only make it come sooner. (In bfloat16 two tokens may be as good as equal, and then a block and a single step may differ in which is first: see below. A sampled text is compared with that of the same seed.)", "## Data", data or _SOURCES.format(chat=chat)]
     if training: parts += ["## Recipe", _recipe(training), _curve(training)]
     for r in results:
         s, n = r["settings"], {k: sorted({a["prompts"] for a in r["acceptance"] if a["kind"] == k}) for k in dict.fromkeys(a["kind"] for a in r["acceptance"])}
@@ -258,4 +258,4 @@ def _identity(result):
     rows, greedy = result["acceptance"], [r for r in result["acceptance"] if r["temperature"] == 0]
     gaps, where = [g for r in greedy for g in r["gaps"]], [f for r in rows for f in r["first_difference"]]
     said = f"{sum(r['same'] for r in rows)} of {sum(r['prompts'] for r in rows)} texts are token for token those without a draft"
-    return said + ("." if not where else f"; the others first differ at token {min(where)} to {max(where)}" + (f", where the target's two choices are {max(gaps):.3f} logits apart or less." if gaps else "."))
+    return said + ("." if not where else "; the others first differ at token " + (f"{min(where)}" if min(where) == max(where) else f"{min(where)} to {max(where)}") + (f", where the target's two choices are {max(gaps):.3f} logits apart or less." if gaps else "."))
