@@ -76,6 +76,8 @@ def call(*words, stdin=b"", capsys=None, monkeypatch=None):
     (("generate", "--prompt", "P"), "--model"),
     (("generate", "--model", "M"), "--prompt"),
     (("generate", "--model", "M", "--prompt", ""), "the prompt is empty"),
+    (("generate", "--model", "M", "--prompt", "P", "--draft", "none", "--verify", "whole"), "--verify whole has nothing to verify: --draft none decodes token by token"),
+    (("generate", "--model", "M", "--prompt", "P", "--verify", "auto"), "--verify auto has nothing to verify: no draft is shipped for M, name one with --draft"),
     (("generate", "--model", "M", "--prompt", "-"), "standard input is empty"),
     *((("generate", "--model", "M", "--prompt", "P", "--block-size", n), f"{n!r} is neither 'kod' nor") for n in ("0", "1.5", "Kod")),
     *((("generate", "--model", "M", "--prompt", "P", "--temperature", t), f"{t!r} is not a number") for t in ("nan", "inf", "warm")),

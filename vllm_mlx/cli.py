@@ -346,7 +346,7 @@ def tell(
     say(times_line(report))
     if report["plot"]: say("picture:", report["plot"])
 
-# %% ../nbs/40_cli.ipynb #3fe1adec
+# %% ../nbs/40_cli.ipynb #4d84b1b9
 def open_draft(
     name:str, # folder or hub id of a DFlash draft
     model     # the model it was made for
@@ -372,7 +372,7 @@ def speed_line(
     n, rounds = report["generation_tokens"], report["rounds"]
     line = f"{n:,} token{'s' * (n != 1)}, {report['tokens_per_second']:.1f} a second"
     if report["draft"] is None: return line
-    return f"{line}; {rounds:,} rounds of {report['tokens_per_round']:.2f} tokens, {report['accepted']:,} of {report['drafted']:,} drafts accepted, {report['plain_steps']:,} plain steps, {report['repetition']:.0%} repeated"
+    return f"{line}; {rounds:,} rounds of {report['tokens_per_round']:.2f} tokens with {report['draft']}, {report['accepted']:,} of {report['drafted']:,} drafts accepted, {report['plain_steps']:,} plain steps, {report['repetition']:.0%} repeated"
 
 def repetition_line(
     report:dict # of `run_generate`
@@ -390,6 +390,7 @@ def run_generate(
     text = read_text("-") if options.prompt == "-" else options.prompt
     if not text: raise CommandError("the prompt is empty")
     name = named_draft(options)
+    if name is None and options.verify != "plain": raise CommandError(f"--verify {options.verify} has nothing to verify: {'--draft none decodes token by token' if options.draft == 'none' else f'no draft is shipped for {options.model}, name one with --draft'}")
     model, tokenizer = open_model(options.model)
     draft = None if name is None else open_draft(name, model)
     from vllm_mlx.layers import context_length

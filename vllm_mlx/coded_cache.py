@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['Coded', 'TurboQuantKVCache', 'attention_reference', 'coded_attention', 'TracedCodes']
 
-# %% ../nbs/30_coded_cache.ipynb #253566f5
+# %% ../nbs/30_coded_cache.ipynb #daf48d99
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
+from .coded_kernels import codes_attention, encode_rows, serves
+from .gdn import gdn_backend
 from .graphs import TRACED, TracedKV
 from .turbo_codec import BITS, codec
 
-# %% ../nbs/30_coded_cache.ipynb #ba4ef3cd
+# %% ../nbs/30_coded_cache.ipynb #c7e0f559
 _BLOCK = 32         # up to so many tokens at once are taken for decoding, more for a prompt
 
 class Coded:
@@ -36,6 +38,11 @@ class Coded:
         if not self.n: return self.rows.astype(mx.float32)
         coded = self.codec.decode(self.codes[..., :self.n, :], self.norms[..., :self.n, :])
         return mx.concatenate([coded if self.center is None else coded + self.center, self.rows.astype(mx.float32)], axis=2)
+
+def _encoded(codec, rows, center=None):
+    "Rows (B, H, L, D), less the center (1, H, 1, D), as (codes, norms): on an NVIDIA GPU by a kernel, with the same bits."
+    if gdn_backend() == 'cuda': return encode_rows(codec, rows, center)
+    return codec.encode(rows if center is None else rows.astype(mx.float32) - center)
 
 def _pair(bits):
     pair = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
@@ -63,7 +70,7 @@ class TurboQuantKVCache(mlx_cache._BaseCache):
     def bits(self): return (self.key_bits + self.value_bits) / 2
     def codecs(self): return codec(self.dims[0], self.key_bits, self.seed), codec(self.dims[1], self.value_bits, self.seed + 1)
 
-# %% ../nbs/30_coded_cache.ipynb #70b064dd
+# %% ../nbs/30_coded_cache.ipynb #7983688e
 class TurboQuantKVCache(TurboQuantKVCache):
     def _check(self, keys, values):
         if keys.shape[:3] != values.shape[:3] or keys.ndim != 4: raise ValueError(f"keys of shape {keys.shape} and values of shape {values.shape}: (B, heads, tokens, head_dim) with the same B, heads and tokens is needed")
@@ -74,8 +81,7 @@ class TurboQuantKVCache(TurboQuantKVCache):
 
     def _encode(self, keys, values):
         "Append rows to the codes."
-        if self.center is not None: keys = keys.astype(mx.float32) - self.center
-        new, end = [c.encode(a) for c, a in zip(self.codecs(), (keys, values))], self.coded + keys.shape[2]
+        new, end = [_encoded(*x) for x in zip(self.codecs(), (keys, values), (self.center, None))], self.coded + keys.shape[2]
         if self.keys is None or end > self.keys[0].shape[2]:
             more = -(-(end - self.coded) // self.step) * self.step
             grow = lambda old, a: mx.concatenate(([] if old is None else [old[..., :self.coded, :]]) + [mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2)
@@ -195,7 +201,7 @@ def _check_mask(mask, B, H, L, N):
     if not isinstance(mask, mx.array): raise ValueError(f"mask is {mask!r}: None, 'causal', or an array that fits {(B, H, L, N)} is needed")
     if not 1 <= mask.ndim <= 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], (N, L, H, B))): raise ValueError(f"mask is {mask.shape}: an array that fits {(B, H, L, N)} is needed")
 
-# %% ../nbs/30_coded_cache.ipynb #d089fb88
+# %% ../nbs/30_coded_cache.ipynb #916d33bd
 def coded_attention(
     queries, # (B, heads, L, D)
     keys,    # Coded, of N tokens
@@ -207,6 +213,7 @@ def coded_attention(
     (B, H, L, D), (_, KV, N, _) = queries.shape, keys.shape
     _check_mask(mask, B, H, L, N)
     if not L: return mx.zeros((B, H, 0, values.shape[-1]), queries.dtype)
+    if serves(queries, keys, values, mask): return codes_attention(queries, keys, values, scale, mask)
     dt = mx.float32 if mx.default_device() == mx.cpu else queries.dtype
     G, size = H // KV, max(256, min(_PIECE // (B * KV * D), _SCORES // (B * H * L)) // 256 * 256)
     q = queries.reshape(B, KV, G * L, D).astype(mx.float32) * scale
@@ -240,7 +247,7 @@ def coded_attention(
         take_in(q, keys.rows[..., a:b, :].astype(dt), values.rows[..., a:b, :].astype(dt), keys.n + a, keys.n + b, shift=shift)
     return (out / total).reshape(B, H, L, -1).astype(queries.dtype)
 
-# %% ../nbs/30_coded_cache.ipynb #36ba4687
+# %% ../nbs/30_coded_cache.ipynb #b93cc083
 class TracedCodes(TracedKV):
     "Stands in for a TurboQuantKVCache without recent rows inside of a trace."
     def __init__(self, keys, values, *place, key_bits, value_bits, seed):
@@ -256,7 +263,7 @@ class TracedCodes(TracedKV):
         after, whole = [], keys.shape[2] > _BLOCK
         for rows, old, center, (bits, seed) in zip((keys, values), held, centers, self.settings):
             c = codec(rows.shape[-1], bits, seed)
-            new = [self._put(a, b) for a, b in zip(old or (None, None), c.encode(rows if center is None else rows.astype(mx.float32) - center))]
+            new = [self._put(a, b) for a, b in zip(old or (None, None), _encoded(c, rows, center))]
             codes, n = (old or (None, None), self.length if old else 0) if whole else (new, self.length)
             out.append(Coded(c, *codes, n, rows if whole else rows[..., :0, :], center))
             after.append([*new, mx.zeros((0, rows.shape[-1]), rows.dtype)])                  # the last says size and dtype of what was encoded

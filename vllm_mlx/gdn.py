@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['SEGMENT', 'CHUNK', 'METAL_STEP', 'METAL_REPLAY', 'CUDA_STEP', 'CUDA_REPLAY', 'CUDA_WARPS', 'GDN_TABLE',
            'gdn_reference', 'random_inputs', 'decay_products', 'unit_lower_inverse', 'gdn_backend', 'gdn_chunked',
-           'replay_reference', 'replay_chunked', 'kernel_fits', 'cuda_tile', 'without_gradients', 'launch', 'gdn_metal',
-           'gdn_cuda', 'replay_metal', 'replay_cuda', 'pick_gdn', 'gdn', 'gdn_replay', 'gdn_layers', 'fast_gdn_on',
-           'fast_gdn_off', 'fast_gdn', 'best_ms', 'bench_layer', 'bench_replay', 'bench_block', 'bench_gradient',
-           'random_qwen35', 'bench_prefill', 'bench_forward', 'bench_gdn']
+           'replay_reference', 'replay_chunked', 'kernel_fits', 'cuda_tile', 'without_gradients', 'kernel_name',
+           'launch', 'gdn_metal', 'gdn_cuda', 'replay_metal', 'replay_cuda', 'pick_gdn', 'gdn', 'gdn_replay',
+           'gdn_layers', 'fast_gdn_on', 'fast_gdn_off', 'fast_gdn', 'best_ms', 'bench_layer', 'bench_replay',
+           'bench_block', 'bench_gradient', 'random_qwen35', 'bench_prefill', 'bench_forward', 'bench_gdn']
 
-# %% ../nbs/10_gdn.ipynb #0c2b2dfd
+# %% ../nbs/10_gdn.ipynb #a029edb9
 import copy
+import hashlib
 import threading
 import time
 from contextlib import contextmanager
@@ -448,7 +449,7 @@ def _template(q, k, v, g, beta, masked, **more):
     (Hk, Dk), (Hv, Dv) = k.shape[2:], v.shape[2:]
     return list(dict(QT=q.dtype, KT=k.dtype, VT=v.dtype, GT=g.dtype, BT=beta.dtype, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, VEC=g.ndim == 4, MASKED=masked, **more).items())
 
-# %% ../nbs/10_gdn.ipynb #5e2d1f52
+# %% ../nbs/10_gdn.ipynb #bca01697
 class _Inside(threading.local): depth, plain = 0, False # in how many switched-on layers this thread is (below); whether nothing is to be differentiated
 _inside = _Inside()
 
@@ -459,6 +460,13 @@ def without_gradients():
     try: yield
     finally: _inside.plain = before
 
+def kernel_name(
+    name,   # what it is to be called
+    source, # all of its text
+):          # str
+    "A name that another text does not share: versions of MLX find compiled CUDA kernels by their name alone, in the process and on disk (its issue 4275)."
+    return f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+
 _kernels, _INPUTS = {}, dict(step=["q", "k", "v", "g", "beta", "state", "mask"], replay=["k", "v", "g", "beta", "state", "steps"])
 
 def _kernel(backend, kind):
@@ -466,7 +474,7 @@ def _kernel(backend, kind):
     if (backend, kind) not in _kernels:
         make, text = dict(metal=(mx.fast.metal_kernel, (METAL_STEP, METAL_REPLAY)), cuda=(mx.fast.cuda_kernel, (CUDA_STEP, CUDA_REPLAY)))[backend]
         outputs = ["y", "state_out"] if kind == "step" else ["state_out"]
-        _kernels[backend, kind] = make(name=f"gdn_{kind}", input_names=_INPUTS[kind], output_names=outputs, source=text[kind == "replay"])
+        _kernels[backend, kind] = make(name=kernel_name(f"gdn_{kind}", text[kind == "replay"]), input_names=_INPUTS[kind], output_names=outputs, source=text[kind == "replay"])
     return _kernels[backend, kind]
 
 def launch(

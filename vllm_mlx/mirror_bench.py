@@ -60,7 +60,7 @@ def _loop_row(stats):
                 hits={str(a): h for a, h in sorted(pooled.hits.items())}, branches=pooled.branches, useful=pooled.useful, serial_rounds=pooled.serial_rounds, seconds=clock,
                 share=clock["overlap"] / max(1e-9, min(clock["target"], clock["draft"])), why=stats[-1].why, failures=[repr(f) for f in pooled.failures])
 
-# %% ../nbs/24b_mirror_bench.ipynb #6a98fbd2
+# %% ../nbs/24b_mirror_bench.ipynb #6e51ee40
 def _check(draft, prompts_by_kind, max_tokens, turns, block):
     if not prompts_by_kind or not all(len(p) for p in prompts_by_kind.values()): raise ValueError("prompts_by_kind has no prompts, or a kind without any: {kind: [prompt, ...]} is needed")
     for name, value, least in (("turns", turns, 1), ("max_tokens", max_tokens, 2), ("block_size", block, 2)):
@@ -121,6 +121,7 @@ def bench_mirror(
 
     for i, (kind, ids) in list(ids_of.items()):                              # not timed
         if wanted and limit_s is not None and time.perf_counter() - began > limit_s / 2: del ids_of[i]; continue
+        started = time.perf_counter()
         wanted[i] = ways.runs["plain"](ids)[0]
         apart.append(ways.phases(ids)[2].stats)
         for name, run in ways.runs.items():
@@ -130,11 +131,12 @@ def bench_mirror(
         text = ids + wanted[i]
         if len(text) > (first := max(1, len(ids) - 1)) + 2 * draft.config.block_size: conditions.setdefault(kind, []).append(measure_conditions(model, draft, text, first))
         tell()
+        took = time.perf_counter() - started                                # the first compiles, the last says how long they take
         say(f"prompt {i + 1} of {len(prompts)}, {kind}, not timed, after {time.perf_counter() - began:.0f} s")
     kinds = list(dict.fromkeys(k for k, _ in ids_of.values()))
     result["settings"]["prompts"] = {k: sum(kk == k for kk, _ in ids_of.values()) for k in kinds}
     if len(ids_of) < len(prompts): say(f"{len(ids_of)} of {len(prompts)} prompts: half of the limit of {limit_s:.0f} s is over")
-    took = time.perf_counter() - began
+    took *= len(ids_of)
     for turn in range(turns):
         if limit_s is not None and time.perf_counter() - began + took > limit_s:
             say(f"{turn} of {turns} turns: another would take {took:.0f} s, beyond the limit of {limit_s:.0f} s"); break

@@ -50,7 +50,7 @@ class MirrorStats(SpecStats):
         return super().to_dict() | dict(processor=self.processor, hit_rate=self.hit_rate, hits={str(a): h for a, h in sorted(self.hits.items())}, useful=self.useful, wasted=self.wasted,
                                         tokens_per_round_ahead=mean(self.ahead), tokens_per_round_fresh=mean(self.fresh), serial_rounds=self.serial_rounds, clock=self.clock(), why=self.why, failures=[repr(f) for f in self.failures])
 
-# %% ../nbs/23e_pipeline.ipynb #3b225fac
+# %% ../nbs/23e_pipeline.ipynb #a6399760
 class PipelineJudge:
     "Whether the pipeline is faster than the serial loop: both measured, in tokens per second."
     def __init__(self,
@@ -58,8 +58,10 @@ class PipelineJudge:
         wait=128,      # tokens until the other is looked at again; doubles while the verdict stands
         longest=2048,  # and at most
         margin=0.02,   # by how much the other must be better
+        share=0.1,     # of the time that looks at the slower one may cost: after a dear one the next waits longer still
     ):
-        self.probe, self.first, self.wait, self.longest, self.margin = probe, wait, wait, longest, margin
+        self.probe, self.first, self.wait, self.longest, self.margin, self.share = probe, wait, wait, longest, margin, share
+        self.look = [0.0, 0.0]                                              # tokens and seconds of this look, with its first round
         self.seen, self.pipe, self.left, self.looking, self.skip, self.why = {False: [0.0, 0.0], True: [0.0, 0.0]}, False, probe, True, 1, "the serial loop is measured"
 
     def rate(self, pipe): # tokens per second, 0 before it is known
@@ -73,6 +75,7 @@ class PipelineJudge:
     ):
         "Book a round of the kind that `pipe` says."
         if not counts: return
+        self.look = [old + new for old, new in zip(self.look, (tokens, seconds))]
         if self.skip: self.skip -= 1                                       # the first after a change: buffers and compilations
         else: self.seen[self.pipe] = [0.97 * old + new for old, new in zip(self.seen[self.pipe], (tokens, seconds))]
         self.left -= tokens
@@ -86,14 +89,15 @@ class PipelineJudge:
         if self.looking:                                                   # both are known now
             keeps = (not faster) if self.pipe else faster
             self.why = f"{'the pipeline pays' if keeps else 'the serial loop is faster'}: the pipeline gives {figures}"
-            self.looking, self.left = False, self.wait
+            lost = self.look[1] - self.look[0] / max(mine, other)
+            self.looking, self.left = False, max(self.wait, lost / self.share * max(mine, other))
             self.wait = min(2 * self.wait, self.longest)
             if faster: self.pipe, self.skip = not self.pipe, 1
         else: self._look(self.probe, f"the {'serial loop' if self.pipe else 'pipeline'} is looked at again")
 
     def _look(self, tokens, why):
         self.seen[not self.pipe] = [0.2 * x for x in self.seen[not self.pipe]]
-        self.pipe, self.left, self.looking, self.skip, self.why = not self.pipe, tokens, True, 1, why
+        self.pipe, self.left, self.looking, self.skip, self.why, self.look = not self.pipe, tokens, True, 1, why, [0.0, 0.0]
 
 # %% ../nbs/23e_pipeline.ipynb #eebd5b32
 def pipeline_block(

@@ -135,11 +135,11 @@ def by_batched_keys(
     w = mx.exp(m - m.max(axis=2, keepdims=True))
     return ((w * o).sum(axis=2) / (w * l).sum(axis=2)).reshape(B, H, L, values.shape[-1]).astype(dtype)
 
-# %% ../nbs/31_split_sdpa.ipynb #68a1942e
+# %% ../nbs/31_split_sdpa.ipynb #9d581366
 def by_kernel(
     queries, keys, values, scale, mask, sinks=None, # as in `by_rows`; sinks, and masks that differ between heads or are added, are mlx's business
 ):             # (B, H, L, Dv)
-    "The kernel of chapter 12d, where it is for these rows: 2 to 16 on an NVIDIA GPU."
+    "The kernel of chapter 12d, where it pays on an NVIDIA GPU; elsewhere mlx's call."
     return attend(queries, keys, values, scale, mask, sinks)
 
 SPLIT_FORMS = dict(rows=by_rows, heads=by_heads, keys=by_keys, batched_keys=by_batched_keys, kernel=by_kernel)
@@ -147,7 +147,7 @@ MOST_ROWS, NEVER = 32, 1 << 30 # beyond it is a prefill; more keys than a cache 
 
 SPLIT_TABLE = dict(            # device -> rule; measured, see below
     cpu=((1, 1024, 'keys'), (MOST_ROWS, 256, 'keys')),
-    metal=(), cuda=((1, NEVER, 'rows'), (MOST_ROWS_AT_ONCE, 0, 'kernel')))
+    metal=(), cuda=((MOST_ROWS_AT_ONCE, 0, 'kernel'),))           # the kernel itself knows when it pays: chapter 12d
 
 def check_rule(
     rule, # ((rows at most, keys at least, form), ...)

@@ -6,7 +6,7 @@
 __all__ = ['ways', 'bytes_per_token', 'random_cache', 'bench_perplexity', 'bench_facts', 'bench_steps', 'bench_turboquant',
            'turboquant_table', 'write_results', 'main']
 
-# %% ../nbs/30a_turboquant_quality.ipynb #f3a0504b
+# %% ../nbs/30a_turboquant_quality.ipynb #d2ff376e
 import argparse, copy, json, math, sys, time
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from .models import load
 from .nano import python_corpus
 from .needles import is_correct, make_case, reference_text
 from .rollback import rollback
+from .split_sdpa import fast_rows
 from .turboquant import BITS, TurboQuantKVCache, key_centers, patch_attention, quantize_cache
 from .verify import forward_with_hidden_states_and_rollback
 
@@ -177,7 +178,7 @@ def bench_steps(
         if progress is not None: progress(out)
     return out
 
-# %% ../nbs/30a_turboquant_quality.ipynb #1913825c
+# %% ../nbs/30a_turboquant_quality.ipynb #a80872ff
 def bench_turboquant(
     model, tokenizer,
     tokens,             # [M] token ids of the text to predict
@@ -189,7 +190,7 @@ def bench_turboquant(
     progress=None,      # called with (section, its rows so far)
 ):                      # dict(bytes={way: bytes a token}, perplexity, facts, steps, blocks)
     "Everything of this chapter for one model. The model's attention is as before afterwards."
-    with patch_attention(model):
+    with patch_attention(model), fast_rows(model):                         # as the loop of chapter 15 does it
         w = ways(bits, None if center_tokens is None else key_centers(model, center_tokens), recent, uniform)
         parts = dict(bytes=lambda tell: {name: bytes_per_token(model, way) for name, way in w.items()})
         if perplexity is not None: parts['perplexity'] = lambda tell: bench_perplexity(model, tokens, w, **perplexity, progress=tell)
