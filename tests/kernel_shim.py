@@ -160,12 +160,19 @@ def _bytes(x, contiguous=True):
     a = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
     return np.ascontiguousarray(a) if contiguous else a
 
+def _multiplies_and_adds():
+    try:
+        with open("/proc/cpuinfo") as f: return any(" fma " in line for line in f if line.startswith("flags"))
+    except OSError: return False
+_JOINED = ["-ffp-contract=fast", *(["-mfma"] if _multiplies_and_adds() else [])]
+
 _libraries = {}                                            # text -> what was made of it
 
 class ShimKernel:
     "A kernel made from a text, called as those of `mx.fast` are."
-    def __init__(self, backend, input_names, output_names, source, backwards=False, calls=None, header="", contiguous=True):
+    def __init__(self, backend, input_names, output_names, source, backwards=False, calls=None, header="", contiguous=True, joined=False):
         self.backend, self.input_names, self.output_names, self.source, self.backwards, self.header, self.contiguous = backend, input_names, output_names, source, backwards, header, contiguous
+        self.joined = _JOINED if joined else ["-ffp-contract=off"]      # products and sums as one operation where the compiler likes, as on a GPU
         self.calls = [] if calls is None else calls
 
     def text(self, inputs, output_dtypes, template):
@@ -181,13 +188,13 @@ class ShimKernel:
         return _PREAMBLE + self.header + function + _RUN % dict(call=", ".join(call), partial="true" if self.backend == "metal" else "false")
 
     def library(self, text):
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = hashlib.sha256("".join([text, *self.joined]).encode()).hexdigest()
         if key not in _libraries:
             folder = tempfile.mkdtemp(prefix="kernel_shim_")
             try:
                 source, target = os.path.join(folder, "kernel.cpp"), os.path.join(folder, "kernel.so")
                 with open(source, "w") as f: f.write(text)
-                done = subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE", source, "-o", target], capture_output=True, text=True)
+                done = subprocess.run([COMPILER, "-std=c++17", "-O1", "-w", *self.joined, "-shared", "-fPIC", "-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE", source, "-o", target], capture_output=True, text=True)
                 if done.returncode: raise RuntimeError(f"the kernel's text does not compile:\n{done.stderr[:4000]}")
                 library = ctypes.CDLL(target)
             finally: shutil.rmtree(folder, ignore_errors=True)

@@ -278,6 +278,14 @@ def test_keep_everything_says_why(tmp_path, capsys, loaded):
     assert "no picture, as nothing was scored: " in err
 
 
+def test_nothing_to_compare(tmp_path, capsys, loaded):
+    "A short text is read whole both times: then one run is not called faster than the other, and what there is to say comes after the answer."
+    code, out, err = call("ask", text_file(tmp_path, 20), QUESTION, "--compare", "--max-tokens", "8", "--plot", str(tmp_path/"kept.png"), capsys=capsys)
+    assert code == 0 and "times as fast" not in out and "both times all of it was read (" in out and "no picture" in err
+    code, out, err = call("ask", text_file(tmp_path, 20), QUESTION, "--compare", "--max-tokens", "8", "--json", capsys=capsys)
+    assert json.loads(out)["speedup"] is None
+
+
 def test_standard_output_is_closed(tmp_path):
     done = subprocess.run(["sh", "-c", '"$0" "$@" >&-', COMMAND, "ask", text_file(tmp_path, 10), QUESTION, "--json"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "standard output is closed" in done.stderr

@@ -600,6 +600,27 @@ def test_judge_finds_the_faster_loop(speed, per_round):
     if speed > 1.1: assert piped / done > 0.75
     if speed < 0.9: assert piped / done < 0.25
 
+def test_a_look_that_begins_dearly_is_rare_and_one_that_pays_costs_nothing():
+    "What a look costs decides when the next one comes, within bounds: one hiccup is not taken for the rule for ever."
+    def looks(first, pipe, tokens=20_000):
+        j, done, at = PipelineJudge(), 0, []
+        while done < tokens:
+            before = j.pipe
+            j.update(3, 3 / 260 if not j.pipe else first if j.skip else 3 / pipe)
+            done += 3
+            if j.pipe and not before: at.append(done)
+        return at, j
+    dear, j = looks(1.3, 65)
+    cheap, _ = looks(3 / 65, 65)
+    assert len(dear) < len(cheap) and all(b - a > 4000 for a, b in zip(dear, dear[1:])) and not j.pipe
+    hiccup, j = looks(60.0, 65)
+    assert max(b - a for a, b in zip(hiccup, hiccup[1:])) < 2 * j.longest + 100
+    j = PipelineJudge()
+    while not (j.pipe and not j.looking): j.update(3, 3 / 260 if not j.pipe else 5.0 if j.skip else 3 / 400)
+    assert "the pipeline pays" in j.why and j.left <= 128                          # it found the faster loop: nothing to repay
+    for bad in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="share is"): PipelineJudge(share=bad)
+
 def test_falls_back_and_comes_back(family, ids):
     "What a round takes is told to the judge: no clock decides this test. A judge goes on from what it has seen."
     model, draft, text = family("qwen3_5")

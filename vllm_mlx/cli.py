@@ -434,7 +434,7 @@ def run_ane_report(
     except ImportError as e: raise CommandError(str(e)) from e
     if not good: raise CommandError("a check failed: see FAILED, DIFFERS or WRONG above")
 
-# %% ../nbs/40_cli.ipynb #ea9293eb
+# %% ../nbs/40_cli.ipynb #35d05f1b
 def run(
     options:argparse.Namespace, # as parsed
     out # where answers and the report go
@@ -458,14 +458,15 @@ def run(
     picture = options.plot or (demo_picture() if options.command == "demo" else None)
     drawn = picture is not None and save_picture(picture, done, about.get("spans", ()))
     report.update(about, model=options.model, draft=options.draft, scorer=options.scorer, positions=options.positions, plot=str(picture) if drawn else None)
-    if options.plot and not drawn: print(f"vllm_mlx: no picture, as nothing was scored: {report['why_dense']}", file=sys.stderr)
     del done # its cache: dense has the memory to itself
     if not options.json: tell(report, kept_strip(kept, len(prompt)), out)
+    if options.plot and not drawn: print(f"vllm_mlx: no picture, as nothing was scored: {report['why_dense']}", file=sys.stderr)
     if options.compare:
         say("\nthe whole prompt:")
         report.update(dense_answer(pipeline, prompt, max_tokens, show))
-        report["speedup"] = report["dense_ttft_s"] / report["ttft_s"]
-        say(f"\n\nfirst token after {report['dense_ttft_s']:.2f} s: sparse is {report['speedup']:.1f} times as fast")
+        same = report.get("why_dense")                                       # then there is no speed to compare
+        report["speedup"] = None if same else report["dense_ttft_s"] / report["ttft_s"]
+        say(f"\n\nfirst token after {report['dense_ttft_s']:.2f} s: " + (f"both times all of it was read ({same})" if same else f"sparse is {report['speedup']:.1f} times as fast"))
     if options.json: print(json.dumps(report), file=out)
 
 # %% ../nbs/40_cli.ipynb #78522ecb

@@ -16,7 +16,7 @@ from .gdn import gdn_backend
 from .graphs import TRACED, TracedKV
 from .turbo_codec import BITS, codec
 
-# %% ../nbs/30_coded_cache.ipynb #c7e0f559
+# %% ../nbs/30_coded_cache.ipynb #2c73453e
 _BLOCK = 32         # up to so many tokens at once are taken for decoding, more for a prompt
 
 class Coded:
@@ -41,7 +41,7 @@ class Coded:
 
 def _encoded(codec, rows, center=None):
     "Rows (B, H, L, D), less the center (1, H, 1, D), as (codes, norms): on an NVIDIA GPU by a kernel, with the same bits."
-    if gdn_backend() == 'cuda': return encode_rows(codec, rows, center)
+    if gdn_backend() == 'cuda' and codec.dim <= 1024: return encode_rows(codec, rows, center)
     return codec.encode(rows if center is None else rows.astype(mx.float32) - center)
 
 def _pair(bits):
@@ -64,16 +64,19 @@ class TurboQuantKVCache(mlx_cache._BaseCache):
         self.keys = self.values = self.late = None    # (codes, norms) twice; (keys, values) of rows in full
         self.offset = self.coded = 0                  # tokens; those of them that are in codes
         self.dims, self.kind = None, None             # (of keys, of values); name of the dtype as given: a dtype itself can be neither copied nor saved
-        self.center = None if center is None else mx.array(center, dtype=mx.float32)[None, :, None]
+        center = None if center is None else mx.array(center, dtype=mx.float32)
+        if center is not None and center.ndim != 2: raise ValueError(f"center has shape {center.shape}: (heads, head_dim) is needed")
+        self.center = None if center is None else center[None, :, None]
 
     @property
     def bits(self): return (self.key_bits + self.value_bits) / 2
     def codecs(self): return codec(self.dims[0], self.key_bits, self.seed), codec(self.dims[1], self.value_bits, self.seed + 1)
 
-# %% ../nbs/30_coded_cache.ipynb #7983688e
+# %% ../nbs/30_coded_cache.ipynb #25835744
 class TurboQuantKVCache(TurboQuantKVCache):
     def _check(self, keys, values):
         if keys.shape[:3] != values.shape[:3] or keys.ndim != 4: raise ValueError(f"keys of shape {keys.shape} and values of shape {values.shape}: (B, heads, tokens, head_dim) with the same B, heads and tokens is needed")
+        if min(keys.shape[-1], values.shape[-1]) < 4: raise ValueError(f"keys of {keys.shape[-1]} and values of {values.shape[-1]} numbers: heads of at least 4 are needed")
         held = self.keys or self.late
         if held is not None and (held[0].shape[:2] != keys.shape[:2] or self.dims != (keys.shape[-1], values.shape[-1])):
             raise ValueError(f"keys of shape {keys.shape} for a cache of {held[0].shape[0]} rows, {held[0].shape[1]} heads and head size {self.dims}")
@@ -201,7 +204,7 @@ def _check_mask(mask, B, H, L, N):
     if not isinstance(mask, mx.array): raise ValueError(f"mask is {mask!r}: None, 'causal', or an array that fits {(B, H, L, N)} is needed")
     if not 1 <= mask.ndim <= 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], (N, L, H, B))): raise ValueError(f"mask is {mask.shape}: an array that fits {(B, H, L, N)} is needed")
 
-# %% ../nbs/30_coded_cache.ipynb #916d33bd
+# %% ../nbs/30_coded_cache.ipynb #d3d08e70
 def coded_attention(
     queries, # (B, heads, L, D)
     keys,    # Coded, of N tokens
@@ -209,7 +212,7 @@ def coded_attention(
     scale,   # factor on q·k
     mask=None, # None, 'causal', or an array over (B, heads, L, N) or what broadcasts to it: bool, or a term of the score
 ):           # (B, heads, L, D of the values) in the queries' dtype
-    "Attention from codes, a piece at a time. Raises ValueError for a mask that does not fit."
+    "Attention from codes, a piece at a time. What a row gives that may see no key is not defined. Raises ValueError for a mask that does not fit."
     (B, H, L, D), (_, KV, N, _) = queries.shape, keys.shape
     _check_mask(mask, B, H, L, N)
     if not L: return mx.zeros((B, H, 0, values.shape[-1]), queries.dtype)

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['CODES_HEADER', 'CODES_KERNEL', 'ENCODE_KERNEL', 'encode_size', 'encode_rows', 'serves', 'codes_attention']
 
-# %% ../nbs/30_coded_kernels.ipynb #03c0255d
+# %% ../nbs/30_coded_kernels.ipynb #70344d86
 from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
-from .few_rows import KEYS_A_PART, ROWS_HEADER, kernel_mask, merge_parts, one_number, rows_launch
+from .few_rows import KEYS_A_PART, ROWS_BLOCK, ROWS_HEADER, kernel_mask, merge_parts, one_number, rows_launch
 from .gdn import gdn_backend, kernel_name
 from .turbo_codec import level_tables, whole_limit
 
@@ -40,46 +40,25 @@ template <typename N, int D, int LOW, int MORE> struct Codes {
 } // namespace few_rows
 """
 
-# %% ../nbs/30_coded_kernels.ipynb #b0171cb4
-CODES_KERNEL = r"""
-    constexpr int G = H / KV, E = (D + 7) / 8;
-    const int L = q_shape[2], C = k_shape[2], tiles = (G * L + R - 1) / R;
-    const int part = blockIdx.y, parts = gridDim.y, tile = blockIdx.x % tiles, head = blockIdx.x / tiles % KV, b = blockIdx.x / tiles / KV;
-    const int first = tile * R, n = min(R, G * L - first);
-    alignas(16) __shared__ float asks[R * 8 * E];
-    __shared__ float given[R * D], levels[64];
-    __shared__ int place[R];
-    for (int i = threadIdx.x; i < R * D; i += 32 * WARPS) {
-        const int m = first + i / D;
-        given[i] = i / D < n ? static_cast<float>(q[b * q_strides[0] + (head * G + m / L) * q_strides[1] + m % L * q_strides[2] + i % D * q_strides[3]]) * scale[0] : 0.0f;
-    }
+# %% ../nbs/30_coded_kernels.ipynb #d0fa31c4
+CODES_KERNEL = ROWS_BLOCK + r"""
+    __shared__ float unturned[R * D], levels[64];
+    for (int i = threadIdx.x; i < R * D; i += 32 * WARPS) unturned[i] = given(i / D, i % D);
     if (threadIdx.x < 64) levels[threadIdx.x] = table[threadIdx.x];
-    if (threadIdx.x < R) place[threadIdx.x] = (first + threadIdx.x) % L;
     __syncthreads();
     for (int i = threadIdx.x; i < R * 8 * E; i += 32 * WARPS) {                 // the rows, turned as the keys were
         const int e = i % (8 * E);
         float s = 0.0f;
-        if (e < D) for (int d = 0; d < D; ++d) s += given[i / (8 * E) * D + d] * turn[d * D + e];
+        if (e < D) for (int d = 0; d < D; ++d) s += unturned[i / (8 * E) * D + d] * turn[d * D + e];
         asks[i] = s;
     }
     __syncthreads();
     const few_rows::Codes<N, D, KLOW, KMORE> keys{k + b * k_strides[0] + head * k_strides[1], k_strides[2], kn + b * kn_strides[0] + head * kn_strides[1], kn_strides[2], levels};
     const few_rows::Codes<N, Dv, VLOW, VMORE> values{v + b * v_strides[0] + head * v_strides[1], v_strides[2], vn + b * vn_strides[0] + head * vn_strides[1], vn_strides[2], levels + 32};
-    const auto sees = [&](int r, int j) {
-        if constexpr (FORM == 0) return true;
-        else if constexpr (FORM == 1) return j <= C - L + place[r];
-        else return static_cast<bool>(mask[place[r] * mask_strides[0] + j * mask_strides[1]]);
-    };
-    const auto tell = [&](int r, int d, float o, float total, float highest) {
-        const int m = first + r;
-        const long long row = ((static_cast<long long>(b) * H + head * G + m / L) * L + m % L) * parts + part;
-        out[row * (Dv + 2) + d] = o;
-        if (d == 0) { out[row * (Dv + 2) + Dv] = highest; out[row * (Dv + 2) + Dv + 1] = total; }
-    };
-    few_rows::attend<R, WARPS, D, Dv>(asks, keys, values, n, part * KEYS, min(C, (part + 1) * KEYS), sees, tell);
+    few_rows::attend<R, WARPS, D, Dv>(asks, keys, values, n, part * KEYS, min(C, (part + 1) * KEYS), sees, tell_part);
 """
 
-# %% ../nbs/30_coded_kernels.ipynb #80a395a4
+# %% ../nbs/30_coded_kernels.ipynb #292555f5
 ENCODE_KERNEL = r"""
     using Form = few_rows::Codes<OT, D, LOW, MORE>;
     const int H = x_shape[1], L = x_shape[2], l = blockIdx.x % L, h = blockIdx.x / L % H, b = blockIdx.x / L / H, e = threadIdx.x;
@@ -88,11 +67,12 @@ ENCODE_KERNEL = r"""
     __shared__ float most_of[THREADS / 32];
     __shared__ int sum_of[2][THREADS / 32];
     const float given = e < D ? static_cast<float>(x[b * x_strides[0] + h * x_strides[1] + l * x_strides[2] + e * x_strides[3]]) - (CENTER ? center[h * D + e] : 0.0f) : 0.0f;
+    const auto larger = [](float a, float b) { return a != a || a > b ? a : b; };   // a NaN stays one
     float most = fabsf(given);
-    for (int o = 16; o > 0; o /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, o));
+    for (int o = 16; o > 0; o /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, o));
     if (e % 32 == 0) most_of[e / 32] = most;
     __syncthreads();
-    for (int w = 0; w < THREADS / 32; ++w) most = fmaxf(most, most_of[w]);
+    for (int w = 0; w < THREADS / 32; ++w) most = larger(most, most_of[w]);
     const float limit = LIMIT, y = rintf(__fmul_rn(given, most > 1e-30f ? __fdiv_rn(limit, most) : 0.0f));
     if (e < D) whole[e] = y;
     int sum = static_cast<int>(y) * static_cast<int>(y);
@@ -131,7 +111,7 @@ ENCODE_KERNEL = r"""
     }
 """
 
-# %% ../nbs/30_coded_kernels.ipynb #b7d3dc69
+# %% ../nbs/30_coded_kernels.ipynb #77fd0e97
 @lru_cache(maxsize=None)
 def _codes_kernel(): return mx.fast.cuda_kernel(name=kernel_name('codes_attention', ROWS_HEADER + CODES_HEADER + CODES_KERNEL), input_names=['q', 'k', 'kn', 'v', 'vn', 'mask', 'scale', 'table', 'turn'], output_names=['out'], header=ROWS_HEADER + CODES_HEADER, source=CODES_KERNEL, ensure_row_contiguous=False)
 @lru_cache(maxsize=None)
@@ -159,13 +139,15 @@ def encode_rows(
     x,           # (B, H, L, D)
     center=None, # (1, H, 1, D) float32 that is taken off first, or None
 ):               # (codes (B, H, L, words) uint32, norms (B, H, L, 1) bfloat16)
-    "`Codec.encode` as one kernel. Raises RuntimeError where there is no NVIDIA GPU."
+    "`Codec.encode` as one kernel. Raises ValueError for vectors or a center of another size, RuntimeError where there is no NVIDIA GPU."
+    if x.ndim != 4 or x.shape[-1] != codec.dim or codec.dim > 1024: raise ValueError(f"x of shape {x.shape}: (B, heads, rows, {codec.dim}) is needed, for this codec, and at most 1024 numbers a vector")
+    if center is not None and center.shape != (1, x.shape[1], 1, codec.dim): raise ValueError(f"center of shape {center.shape}: {(1, x.shape[1], 1, codec.dim)} is needed for x of shape {x.shape}")
     if gdn_backend() != 'cuda': raise RuntimeError(f"encode_rows is not available here: it needs an NVIDIA GPU, and MLX computes on {gdn_backend()}")
     _, borders, whole, turn, _ = _held(codec)
     shape = x.shape[:-1]
     if not x.size: return mx.zeros((*shape, sum(codec.words)), mx.uint32), mx.zeros((*shape, 1), mx.bfloat16)
     size = encode_size(codec.dim, x.size // codec.dim)
-    return tuple(_encode_kernel()(inputs=[x, one_number(0.0) if center is None else center.reshape(-1), turn, borders, whole], output_shapes=[(*shape, sum(codec.words)), (*shape, 1)], output_dtypes=[mx.uint32, mx.bfloat16],
+    return tuple(_encode_kernel()(inputs=[x, one_number(0.0) if center is None else center.astype(mx.float32).reshape(-1), turn, borders, whole], output_shapes=[(*shape, sum(codec.words)), (*shape, 1)], output_dtypes=[mx.uint32, mx.bfloat16],
         template=[('T', x.dtype), ('OT', mx.bfloat16), ('D', codec.dim), ('LOW', codec.low), ('MORE', codec.more), ('THREADS', size['threadgroup'][0]), ('CENTER', center is not None), ('LIMIT', whole_limit(codec.dim))], **size))
 
 def serves(
@@ -173,8 +155,9 @@ def serves(
     keys, values, # Coded
     mask,         # as in `coded_attention`
 ):                # bool
-    "Whether `codes_attention` is for this call: an NVIDIA GPU, up to 32 rows, all keys in codes, heads of at most 256 numbers, and a mask that is the same for all heads and texts."
-    L, N = queries.shape[2], keys.shape[2]
+    "Whether `codes_attention` is for this call: an NVIDIA GPU, up to 32 rows, all keys in codes, heads of at most 256 numbers, a mask that is the same for all heads and texts, and queries that fit."
+    (B, H, L, D), (keys_B, KV, N, _) = queries.shape, keys.shape
+    if B != keys_B or not KV or H % KV or D != keys.codec.dim or tuple(keys.shape[:3]) != tuple(values.shape[:3]) or values.n != keys.n: return False
     return gdn_backend() == 'cuda' and 0 < L <= min(32, N) and keys.n == N and max(keys.codec.dim, values.codec.dim) <= 256 and kernel_mask(mask, L, N) is not None
 
 def codes_attention(
@@ -183,7 +166,7 @@ def codes_attention(
     scale,        # factor on q·k
     mask=None,    # None, "causal", or bool (..., L, N), the same for all heads and texts
 ):                # (B, H, L, D of the values) in the queries' dtype
-    "`coded_attention` as two kernels, computed in float32. Raises RuntimeError where `serves` says no."
+    "`coded_attention` as two kernels, computed in float32; a row that sees no key is 0. Raises RuntimeError where `serves` says no."
     if not serves(queries, keys, values, mask): raise RuntimeError(f"codes_attention is not for {queries.shape[2]} rows over {keys.shape[2]} keys, {keys.n} of them in codes, on {gdn_backend()}: see serves")
     (B, H, L, D), KV, n, Dv = queries.shape, keys.shape[1], keys.n, values.codec.dim
     form, seen = kernel_mask(mask, L, n)
@@ -191,6 +174,6 @@ def codes_attention(
     k, v = keys.codec, values.codec
     parts = _codes_kernel()(inputs=[queries, *(a[..., :n, :] for a in (keys.codes, keys.norms, values.codes, values.norms)), seen, one_number(float(scale)), _both_levels(k, v), _held(k)[4]],
         output_shapes=[(B, H, L, size['parts'], Dv + 2)], output_dtypes=[mx.float32],
-        template=[('QT', queries.dtype), ('N', mx.bfloat16), ('H', H), ('KV', KV), ('D', D), ('Dv', Dv), ('KLOW', k.low), ('KMORE', k.more), ('VLOW', v.low), ('VMORE', v.more), ('R', size['rows']), ('WARPS', size['warps']), ('KEYS', KEYS_A_PART), ('FORM', form)],
+        template=[('QT', queries.dtype), ('N', mx.bfloat16), ('OT', mx.float32), ('H', H), ('KV', KV), ('D', D), ('Dv', Dv), ('KLOW', k.low), ('KMORE', k.more), ('VLOW', v.low), ('VMORE', v.more), ('R', size['rows']), ('WARPS', size['warps']), ('KEYS', KEYS_A_PART), ('FORM', form)],
         grid=size['grid'], threadgroup=size['threadgroup'])[0]
     return merge_parts(parts, queries.dtype, v.rotation)

@@ -144,7 +144,7 @@ def costs_of(
     slow = max(1.0, ahead / (fresh * branches))
     return Costs(alone, fresh, ahead / slow, prefix * alone / beside, plain, over, max(1.0, beside / alone), slow)
 
-# %% ../nbs/24a_mirror_simulation.ipynb #58798f16
+# %% ../nbs/24a_mirror_simulation.ipynb #53f54857
 CLAIMED = {"27B on ANE, drafted before verification [claimed]": (0.192 / 0.163, 0.55), "27B on ANE, early exit [claimed]": (0.192 / 0.163, 0.33)} # (draft / verify, hit rate)
 
 def gain_map(
@@ -173,7 +173,7 @@ def plot_gain(
     fig = plot_heatmap(gain, [f"{h:.2g}" for h in hits], [f"{r:.2g}" for r in ratios], "time of a draft / of a verification", "hit rate", label="speed over the serial loop", vmin=0.6, vmax=1.8, height=3.2)
     ax, where = fig.axes[0], {}
     for i, (name, (r, h)) in enumerate((points or {}).items()):
-        mark, where[name] = "*^sDvoPX"[i % 8], (float(np.interp(math.log(r), np.log(ratios), range(len(ratios)))), float(np.interp(h, hits, range(len(hits)))))
+        mark, where[name] = "*^sDvoPX<>ph8d"[i % 14], (float(np.interp(math.log(r), np.log(ratios), range(len(ratios)))), float(np.interp(h, hits, range(len(hits)))))
         ax.plot(*where[name], mark, ms=9, color=COLORS["draft"], markeredgecolor="white", label=name)
     ax.invert_yaxis()
     if where: ax.legend(fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, ncols=1 if len(where) < 4 else 2)

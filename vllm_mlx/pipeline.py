@@ -50,16 +50,18 @@ class MirrorStats(SpecStats):
         return super().to_dict() | dict(processor=self.processor, hit_rate=self.hit_rate, hits={str(a): h for a, h in sorted(self.hits.items())}, useful=self.useful, wasted=self.wasted,
                                         tokens_per_round_ahead=mean(self.ahead), tokens_per_round_fresh=mean(self.fresh), serial_rounds=self.serial_rounds, clock=self.clock(), why=self.why, failures=[repr(f) for f in self.failures])
 
-# %% ../nbs/23e_pipeline.ipynb #a6399760
+# %% ../nbs/23e_pipeline.ipynb #32e15f40
 class PipelineJudge:
     "Whether the pipeline is faster than the serial loop: both measured, in tokens per second."
     def __init__(self,
         probe=24,      # tokens of a look at either
         wait=128,      # tokens until the other is looked at again; doubles while the verdict stands
-        longest=2048,  # and at most
+        longest=2048,  # and at most; after a dear look twice that
         margin=0.02,   # by how much the other must be better
-        share=0.1,     # of the time that looks at the slower one may cost: after a dear one the next waits longer still
+        share=0.1,     # of the time that looks at the slower one should cost at most: after a dear one the next waits longer
     ):
+        "Raises ValueError for a share that is not above 0."
+        if not share > 0: raise ValueError(f"share is {share!r}: a part of the time, above 0, is needed")
         self.probe, self.first, self.wait, self.longest, self.margin, self.share = probe, wait, wait, longest, margin, share
         self.look = [0.0, 0.0]                                              # tokens and seconds of this look, with its first round
         self.seen, self.pipe, self.left, self.looking, self.skip, self.why = {False: [0.0, 0.0], True: [0.0, 0.0]}, False, probe, True, 1, "the serial loop is measured"
@@ -89,8 +91,8 @@ class PipelineJudge:
         if self.looking:                                                   # both are known now
             keeps = (not faster) if self.pipe else faster
             self.why = f"{'the pipeline pays' if keeps else 'the serial loop is faster'}: the pipeline gives {figures}"
-            lost = self.look[1] - self.look[0] / max(mine, other)
-            self.looking, self.left = False, max(self.wait, lost / self.share * max(mine, other))
+            lost = 0.0 if not faster else self.look[1] - self.look[0] / other                             # a look that found the faster loop cost nothing
+            self.looking, self.left = False, max(self.wait, min(lost / self.share * other, 2 * self.longest))
             self.wait = min(2 * self.wait, self.longest)
             if faster: self.pipe, self.skip = not self.pipe, 1
         else: self._look(self.probe, f"the {'serial loop' if self.pipe else 'pipeline'} is looked at again")
