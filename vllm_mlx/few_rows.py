@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MOST_ROWS', 'MOST_BYTES', 'ROWS_HEADER', 'ROWS_BLOCK', 'ROWS_KERNEL', 'MERGE_KERNEL', 'KEYS_A_PART', 'ROWS_A_BLOCK',
-           'MOST_KEYS', 'rows_product', 'few', 'changed_class', 'few_rows_class', 'rows_launch', 'one_number',
-           'rows_mask', 'kernel_mask', 'merge_parts', 'rows_attention', 'kernel_pays', 'attend']
+           'MOST_KEYS', 'rows_product', 'few', 'carries', 'class_without', 'changed_class', 'few_rows_class',
+           'rows_launch', 'one_number', 'rows_mask', 'kernel_mask', 'merge_parts', 'rows_attention', 'kernel_pays',
+           'attend']
 
 # %% ../nbs/12d_few_rows.ipynb #29ea4947
 from functools import lru_cache
@@ -15,7 +16,7 @@ import mlx.nn as nn
 
 from .gdn import gdn_backend, kernel_name
 
-# %% ../nbs/12d_few_rows.ipynb #d8905607
+# %% ../nbs/12d_few_rows.ipynb #915aff55
 MOST_ROWS = 16        # of a block that is treated so
 MOST_BYTES = 1 << 26  # that may be read again for the other rows of a block, beyond what one row reads
 
@@ -36,6 +37,22 @@ def few(
     rows = x.size // max(1, x.shape[-1])
     return x.ndim > 1 and 1 < rows <= MOST_ROWS and x.shape[-1] % 32 == 0 and (rows - 1) * weight.nbytes <= MOST_BYTES
 
+def carries(
+    cls,  # a class
+    mark, # name of an attribute that a kind of changed class has for itself
+):        # bool
+    "Whether a class, or one that it was made from, has been changed in this way."
+    return any(mark in vars(c) for c in cls.__mro__)
+
+def class_without(
+    cls,  # a class, changed by others too, in whatever order
+    mark, # as in `carries`
+):        # class
+    "The class without changes of one kind; other changes, on top of it or below, stay."
+    if not carries(cls, mark): return cls
+    below, again = vars(cls)['_below']
+    return class_without(below, mark) if mark in vars(cls) else again(class_without(below, mark))
+
 def _bare(kind): return kind.__new__(kind)
 
 def changed_class(
@@ -46,7 +63,6 @@ def changed_class(
 ):         # a subclass under the same name, whose copies and pickles are of the class without the change
     "The way in which `fast_rows` changes modules."
     def __reduce_ex__(self, protocol):
-        from vllm_mlx.turboquant import class_without
         _, (kind, *_), *state = cls.__reduce_ex__(self, max(2, protocol))
         return _bare, (class_without(kind, mark),), *state
     return type(cls.__name__, (cls,), how | {mark: cls, '_below': (cls, again), '__reduce_ex__': __reduce_ex__, '__module__': cls.__module__, '__qualname__': cls.__qualname__})

@@ -8,7 +8,7 @@ __all__ = ['SPLIT_FORMS', 'MOST_ROWS', 'NEVER', 'SPLIT_TABLE', 'PAD_ROWS', 'by_r
            'remove_split_attention_hooks', 'split_attention_hooks', 'pad_small_projections',
            'install_split_sdpa_if_hybrid', 'fast_rows', 'measure_split_threshold', 'split_rule', 'bench_split']
 
-# %% ../nbs/31_split_sdpa.ipynb #0d21afef
+# %% ../nbs/31_split_sdpa.ipynb #c7098d71
 import threading, time
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -19,11 +19,10 @@ from mlx_lm.models.base import scaled_dot_product_attention as fused_attention
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .cpu_math import _powers
-from .few_rows import MOST_ROWS as MOST_ROWS_AT_ONCE, attend, changed_class, few_rows_class
+from .few_rows import MOST_ROWS as MOST_ROWS_AT_ONCE, attend, carries, changed_class, class_without, few_rows_class
 from .gdn import gdn_backend, gdn_layers
 from .graphs import owned
 from .layers import _find_attention_layers, _get_attn_module
-from .turboquant import carries, class_without
 
 # %% ../nbs/31_split_sdpa.ipynb #5a8e166c
 def by_rows(
