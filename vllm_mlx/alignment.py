@@ -116,7 +116,7 @@ def make_soft_anchor(
     mean = (weights[:, None] * embed_fn(ids).astype(mx.float32)).sum(0)
     return mx.concatenate([mean[None, None].astype(noise_emb.dtype), noise_emb[:, 1:]], axis=1)
 
-# %% ../nbs/23b_alignment.ipynb #f9e3ff3c
+# %% ../nbs/23b_alignment.ipynb #6cd689b7
 @dataclass(frozen=True)
 class Branch:
     "One guess of how the block under way ends, and the draft block for what follows."
@@ -127,15 +127,20 @@ class Branch:
     rows: int = 0       # rows of the block whose early features it is shown
     soft: tuple = ()    # ((token, probability), ...): what else may stand in the last presumed place
 
+    def may_follow(self,
+        new, # [n] tokens that were emitted after the anchor
+    ):       # bool
+        "Whether the text came out as presumed: without that, nobody needs to wait for the draft."
+        k = len(self.presumed)
+        return len(new) >= k and (not k or tuple(new[:k - 1]) == self.presumed[:-1] and (new[k - 1] == self.presumed[-1] or new[k - 1] in dict(self.soft)))
+
     def follows(self,
         new,    # [n] tokens that were emitted after the anchor
         tokens, # [drafts] what this branch drafted
     ):          # how many of its tokens are used up, None when it does not apply
-        "Whether the text came out as presumed."
-        k = len(self.presumed)
-        if len(new) < k or k and tuple(new[:k - 1]) != self.presumed[:-1]: return None
-        if k and new[k - 1] != self.presumed[-1] and new[k - 1] not in dict(self.soft): return None
-        used = len(new) - k
+        "Whether the text came out as presumed, and as drafted from there."
+        if not self.may_follow(new): return None
+        k, used = len(self.presumed), len(new) - len(self.presumed)
         return used if list(tokens[:used]) == list(new[k:]) and used < len(tokens) else None
 
 def align(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['stream_mirror', 'parallel_generate', 'mirror_sd_generate', 'MirrorStats', 'PipelineJudge', 'Plan']
 
-# %% ../nbs/24_mirror_sd.ipynb #940a8e99
+# %% ../nbs/24_mirror_sd.ipynb #24237c1d
 import sys, time, warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from .compiled_verify import traces_of, verify_with
 from .graphs import owned
 from .halves import HALVES, _check_exit, check_form, halves_refusal, pick_halves
 from .pipeline import MirrorStats, PipelineJudge, Plan, pipeline_block
-from .processors import ANEDraftProcessor, DraftProcessor, Job, MLXDraftProcessor, Span, WorkerError, _CROSSING, copy_draft, covered, overlap, plot_timeline, processor_for
+from .processors import ANEDraftProcessor, DraftProcessor, Job, MLXDraftProcessor, ProcessDraftProcessor, Span, WorkerError, copy_draft, covered, crossing, overlap, plot_timeline, processor_for
 from .rollback import rollback
 from .rounds import SpecCache, _log_softmax, _Run
 from .specprefill import vocab_size
@@ -30,7 +30,7 @@ from .speculate import _check_cache, _check_draft, _check_kv, _check_size, _stre
 
 _all_ = ['MirrorStats', 'PipelineJudge', 'Plan']
 
-# %% ../nbs/24_mirror_sd.ipynb #50966f60
+# %% ../nbs/24_mirror_sd.ipynb #db81276d
 class _MirrorRun(_Run):
     "One generation with a second processor."
     def __init__(self, *args, processor, plan, block, **kwargs):
@@ -42,6 +42,7 @@ class _MirrorRun(_Run):
         if plan.early:
             self.exit = pick_exit_layer(self.ids) if plan.exit_layer is None else plan.exit_layer
             self.exit_head = EarlyExit(self.model)
+        self.between, self.aheads = True, []                        # whether an early launch lies between the halves; seconds of drafts made ahead, lately
         self.piped, self.draws, self.right, self.tried = False, 0, 1.0, 2.0         # drafts that stayed, of those that were judged, lately
 
     # --- features for the processor, beside those for the draft itself
@@ -67,11 +68,11 @@ class _MirrorRun(_Run):
     def send(self):
         "Features that the processor lacks, with their positions."
         if not self.backlog: return []
-        with mx.stream(_CROSSING): f, end = self.backlog[0] if len(self.backlog) == 1 else mx.concatenate(self.backlog, axis=1), self.cache._shift + self.cache._read
+        with crossing(): f, end = self.backlog[0] if len(self.backlog) == 1 else mx.concatenate(self.backlog, axis=1), self.cache._shift + self.cache._read
         self.backlog = []
         return [(f, np.arange(end - f.shape[1], end))]
 
-# %% ../nbs/24_mirror_sd.ipynb #df419f22
+# %% ../nbs/24_mirror_sd.ipynb #57aee535
 class _MirrorRun(_MirrorRun):
     def note(self, side, what, begin, end): self.stats.spans.append(Span(side, what, self.stats.rounds, begin, end))
 
@@ -80,14 +81,24 @@ class _MirrorRun(_MirrorRun):
         began = time.perf_counter()
         try: proposals, span = self.processor.join(self.plan.timeout)
         finally: self.note("target", "wait", began, time.perf_counter())
-        self.note("draft", what, *span)
+        self.worked(what, *span)
         return proposals
+
+    def worked(self, what, begin, end):
+        self.note("draft", what, begin, end)
+        if what == "ahead": self.aheads = [*self.aheads[-8:], end - begin]
+
+    def free(self, timeout=0.0):
+        "Whether the processor can take a job: not while it is at one that was dropped."
+        if (span := self.processor.settle(timeout)) is not None: self.worked("ahead", *span)
+        return not self.processor.busy
 
     def ask(self, branches, provisional=None, top=1):
         if not self.opened:
             self.flush()
             self.processor.open(None if self.collects else self.cache._context)
             self.opened = True
+        if not self.free(self.plan.timeout): self.processor.lost = True; raise WorkerError(f"the draft on {self.processor.name} gave no answer in {self.plan.timeout:g} s")
         self.processor.start(Job(branches, self.send(), provisional, top, not (self.sampling.greedy or self.sampling.proposal == "greedy")))
 
     def dice(self):
@@ -109,14 +120,25 @@ class _MirrorRun(_MirrorRun):
         "Fetch what was drafted during the last block; `drafted` becomes what applies at position `at`."
         flown, self.flying, self.drafted = self.flying, None, None
         if flown is None: return
-        proposals = [self.chosen(b, p) for b, p in zip(flown.branches, self.fetch("ahead"))]
-        if flown.new is None or flown.at + len(flown.new) != at: return
-        found = align(flown.new, flown.branches, [tokens for tokens, *_ in proposals])
-        self.stats.hits.setdefault(flown.accepted, [0, 0])[found is None] += 1
+        known = flown.new is not None and flown.at + len(flown.new) == at
+        if self.processor.apart and (not known or not any(b.may_follow(flown.new) for b in flown.branches) or self.late(flown)):
+            self.processor.drop()
+            self.stats.dropped += 1
+            self.draws += len(flown.branches)                                # random numbers do not depend on who waited
+            found = None
+        else:
+            proposals = [self.chosen(b, p) for b, p in zip(flown.branches, self.fetch("ahead"))]
+            found = align(flown.new, flown.branches, [tokens for tokens, *_ in proposals]) if known else None
+        if known: self.stats.hits.setdefault(flown.accepted, [0, 0])[found is None] += 1
         if found is not None:
             i, used = found
             tokens, log_q, beliefs = proposals[i]
             self.drafted = tokens[used:], None if log_q is None else log_q[used:], beliefs[used:]
+
+    def late(self, flown):
+        "Whether a fresh draft will be done before the one under way, by what both took lately; only where nobody asked for the processor's."
+        if self.plan.fresh == "processor" or not self.aheads or not self.times: return False
+        return sorted(self.aheads)[len(self.aheads) // 2] - (time.perf_counter() - flown.began) > min(sorted(t)[len(t) // 2] for t in self.times.values())
 
     def fresh(self, anchor, at, n):
         "Draft n tokens after an anchor whose context is known."
@@ -139,7 +161,7 @@ class _MirrorRun(_MirrorRun):
 
     def top(self): return max(4, self.plan.soft) if self.plan.branches > 1 or self.plan.soft else 1
 
-# %% ../nbs/24_mirror_sd.ipynb #c9a3712d
+# %% ../nbs/24_mirror_sd.ipynb #d002195d
 def _mixed(a, b, w): return {t: w * a.get(t, 0.0) + (1 - w) * b.get(t, 0.0) for t in {*a, *b}}
 
 class _MirrorRun(_MirrorRun):
@@ -159,9 +181,9 @@ class _MirrorRun(_MirrorRun):
 
     def launch(self, anchor, drafts, beliefs, at, provisional=None):
         branches = self.guesses(anchor, drafts, beliefs, at)
-        if not branches: return
+        if not branches or self.opened and not self.free(): return
         self.ask(branches, provisional, self.top())
-        self.flying = SimpleNamespace(branches=branches, at=at, new=None, accepted=None)
+        self.flying = SimpleNamespace(branches=branches, at=at, new=None, accepted=None, began=time.perf_counter())
         self.stats.branches += len(branches)
 
     def at_exit(self, drafts):
@@ -174,14 +196,16 @@ class _MirrorRun(_MirrorRun):
         return compute
 
     def launch_early(self, early, anchor, drafts, beliefs, at, began):
-        ids, p, own, provisional = early
+        (ids, p, own, provisional), asked = early, time.perf_counter()
         mx.eval(ids, p, own, provisional)
-        self.note("target", "prefix", began, time.perf_counter())
+        now = time.perf_counter()
+        self.note("target", "prefix", began, now)
+        if mx.default_device() != mx.Device(mx.cpu, 0): self.between = (now - asked) / (now - began) < (0.6 if self.between else 0.2)    # a prefix that takes about as long as submitting everything, or less
         early = [belief | ({drafts[i]: own[i].item()} if i < len(drafts) else {}) for i, belief in enumerate(_as_dicts(ids, p))]
         beliefs = [_mixed(beliefs[i], early[i], self.right / self.tried) if i < len(beliefs) else early[i] for i in range(len(drafts) + 1)]
         self.launch(anchor, drafts, beliefs, at, provisional if self.plan.condition == "early" else None)
 
-# %% ../nbs/24_mirror_sd.ipynb #12adffb7
+# %% ../nbs/24_mirror_sd.ipynb #6b5e0290
 class _MirrorRun(_MirrorRun):
     def block(self, gamma):
         if not self.piped:
@@ -223,13 +247,13 @@ class _MirrorRun(_MirrorRun):
 
     def verify(self, anchor, drafts, log_q, places, noise, tokens=None, beliefs=None):
         if not self.piped: return super().verify(anchor, drafts, log_q, places, noise)
-        c, wrapped, (how, note), at, first = self.cache, self.before(), self.form_of(len(drafts) + 1), places[0] - 1, mx.default_device() == mx.cpu
+        c, wrapped, (how, note), at, between = self.cache, self.before(), self.form_of(len(drafts) + 1), places[0] - 1, self.between
         block, early, traces, began = mx.concatenate([mx.array([anchor], dtype=mx.int32), drafts])[None], self.plan.early, traces_of(self.model), time.perf_counter()
         begin, booked, records = lambda given: self.launch_early(given, anchor, tokens, beliefs, at, began), self.booked(), None
         try:
-            if first and not early: self.launch(anchor, tokens, beliefs, at)
+            if not early: self.launch(anchor, tokens, beliefs, at)
             if early:
-                prefix = HALVES[how](self.model, block, c._target, self.exit, self.ids, self.at_exit(drafts), begin if first else None)
+                prefix = HALVES[how](self.model, block, c._target, self.exit, self.ids, self.at_exit(drafts), begin if between else None)
                 records = prefix.records
                 logits, _, hidden, _ = forward_suffix(prefix)
             else: logits, _, hidden, records = verify_with(self.model, block, c._target, self.ids, how)
@@ -237,9 +261,7 @@ class _MirrorRun(_MirrorRun):
             accepted, token = judge(rows, drafts, self.sampling, places, log_q, noise)
             logprobs = _log_softmax(rows)
             mx.async_eval(accepted, token, logprobs)
-            if not first:
-                if early: begin(prefix.early)
-                else: self.launch(anchor, tokens, beliefs, at)
+            if early and not between: begin(prefix.early)
             mx.eval(accepted, token, drafts, logprobs)
             accepted = accepted.item()
             new, judged = tokens[:accepted] + [token.item()], time.perf_counter()
@@ -258,7 +280,7 @@ class _MirrorRun(_MirrorRun):
         self.right, self.tried = 0.9 * self.right + accepted, 0.9 * self.tried + min(accepted + 1, len(drafts))
         return accepted, new, logprobs, time.perf_counter() - judged
 
-# %% ../nbs/24_mirror_sd.ipynb #ddbe975a
+# %% ../nbs/24_mirror_sd.ipynb #e5a029b9
 class _MirrorRun(_MirrorRun):
     def choose(self):
         if not self.piped: return super().choose()
@@ -279,10 +301,10 @@ class _MirrorRun(_MirrorRun):
         if not self.piped and self.opened and not self.collects and sum(f.shape[1] for f in self.backlog) > 512:    # reopened, it takes over the draft's own context
             if (problem := self.let_go()) is not None: self.stats.failures.append(problem)
             self.opened, self.backlog = False, []
-        began, traces, tries = time.perf_counter(), traces_of(self.model), self.controller is not None and not self.piped and self.controller.why in ("plain is measured", "explore")
+        began, traces, starts, tries = time.perf_counter(), traces_of(self.model), self.piped and not self.opened and not self.processor.ready, self.controller is not None and not self.piped and self.controller.why in ("plain is measured", "explore")
         super().advance()
         if self.judging is not None:
-            self.judging.update(len(self.queue), time.perf_counter() - began, traces_of(self.model) == traces and not tries)
+            self.judging.update(len(self.queue), time.perf_counter() - began, traces_of(self.model) == traces and not tries and not starts)    # nor is the start of a process what a round costs
             self.stats.why = self.judging.why
 
     def let_go(self):

@@ -15,7 +15,7 @@ import numpy as np
 from .kod import expected_tokens
 from .processors import Span
 
-# %% ../nbs/24a_mirror_simulation.ipynb #a07d53f6
+# %% ../nbs/24a_mirror_simulation.ipynb #2cf21b4b
 @dataclass
 class Costs:
     "Seconds of each phase, alone on the machine. Raises ValueError for times that cannot be."
@@ -38,19 +38,20 @@ class Costs:
             if not 1 <= getattr(self, name) < math.inf: raise ValueError(f"{name} is {getattr(self, name)!r}: at least 1 is needed")
 
 def serial_round(c): return c.draft + c.verify + c.over  # seconds
-def piped_round(c, hit): # mean seconds, when nobody slows anybody down
-    "The specification: `hit` is the share of rounds after which what was drafted ahead applies."
-    return max(c.verify, c.prefix + c.ahead) + c.over + (1 - hit) * c.draft
+def piped_round(c, hit, leaves=False): # mean seconds, when nobody slows anybody down
+    "The specification: `hit` is the share of rounds after which what was drafted ahead applies. A pipeline that leaves useless drafts behind has them out of the way before the next launch here, and takes a fresh draft where that is faster than the rest of one that applies."
+    both = max(c.verify, c.prefix + c.ahead)
+    return c.over + (both + (1 - hit) * c.draft if not leaves else hit * min(both, c.verify + c.draft) + (1 - hit) * (c.verify + c.draft))
 
-# %% ../nbs/24a_mirror_simulation.ipynb #90f0f23c
+# %% ../nbs/24a_mirror_simulation.ipynb #29ceacf0
 def break_even(
     c, # Costs
 ):     # hit rate, 0 to 1; None: never
-    "The hit rate from which the pipeline is faster than the serial loop, when nobody slows anybody down and drafts made ahead are as good as fresh ones."
+    "The hit rate from which a pipeline that waits is faster than the serial loop, when nobody slows anybody down and drafts made ahead are as good as fresh ones."
     hit = (max(c.verify, c.prefix + c.ahead) - c.verify) / c.draft
     return hit if hit <= 1 else None
 
-# %% ../nbs/24a_mirror_simulation.ipynb #84964f4d
+# %% ../nbs/24a_mirror_simulation.ipynb #1a594f92
 @dataclass
 class Played:
     "What a loop did."
@@ -68,11 +69,12 @@ def run_both(
     draft,  # seconds of the draft's task alone
     after,  # tasks of the target that must be over before the draft starts
     now,    # time of the beginning
-):          # (time of the end of both, [(side, what, begin, end)])
+    leaves=False, # stop when the target is done
+):          # (time of the end of both, [(side, what, begin, end)], seconds of the draft's task that are left)
     "Two processors side by side, each slower while the other works too."
     todo, left, out = [list(t) for t in target], draft, []
     t_began, d_began, done = now, now if after == 0 else None, 0
-    while todo or left > 0:
+    while todo or left > 0 and not leaves:
         working = d_began is not None and left > 0
         rt, rd = (1 / c.slow_target if working else 1.0), (1 / c.slow_draft if todo else 1.0)
         step = min([todo[0][1] / rt] if todo else [math.inf], [left / rd] if working else [math.inf])[0]
@@ -86,15 +88,17 @@ def run_both(
                 out.append(("target", todo.pop(0)[0], t_began, now))
                 t_began, done = now, done + 1
                 if done == after and left > 0: d_began = now
-    return now, out
+    if left > 0 and d_began is not None and now > d_began: out.append(("draft", "ahead", d_began, now))
+    return now, out, left
 
-# %% ../nbs/24a_mirror_simulation.ipynb #72ec9f9c
+# %% ../nbs/24a_mirror_simulation.ipynb #a0c7eed3
 def play(
     c,           # Costs
     alpha,       # acceptance probability of a fresh draft, 0 to 1
     block=8,     # anchor and drafts
     hit=None,    # share of rounds after which what was drafted ahead applies; None: the serial loop
     alpha_ahead=None, # acceptance probability of a draft made ahead; None: as of a fresh one
+    leaves=False, # whether a draft that cannot apply is left behind, and the target drafts afresh itself; else it is waited for
     tokens=4000, # to emit
     seed=0,
 ):               # Played
@@ -104,20 +108,25 @@ def play(
         if p is not None and not 0 <= p <= 1: raise ValueError(f"{name} is {p!r}: 0 to 1 is needed")
     luck, chance, out, now, ready = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1]), Played(), 0.0, False     # the same luck for every loop
     note = lambda side, what, a, b: out.spans.append(Span(side, what, out.rounds, a, b))
+    left = 0.0                                                               # of a draft that nobody waits for
     while out.tokens < tokens:
         a = alpha_ahead if ready else alpha
-        if not ready:
+        if not ready and leaves and hit is not None:
+            now, spans, left = run_both(c, [("fresh", c.draft)], left, 0, now, True)
+            for each in spans: note(*each)
+        elif not ready:
             note("draft", "fresh", now, now + c.draft); note("target", "wait", now, now + c.draft)
             now += c.draft
         accepted = int((luck.random(block - 1) < a).cumprod().sum())
         if hit is None: note("target", "verify", now, now + c.verify); now += c.verify
         else:
-            halves = [("prefix", c.prefix), ("suffix", c.verify - c.prefix)] if c.prefix else [("verify", c.verify)]
-            now, spans = run_both(c, halves, c.ahead, 1 if c.prefix else 0, now)
-            for side, what, begin, end in spans: note(side, what, begin, end)
+            halves, busy, ready = [("prefix", c.prefix), ("suffix", c.verify - c.prefix)] if c.prefix else [("verify", c.verify)], left > 0, chance.random() < hit
+            now, spans, left = run_both(c, halves, left or c.ahead, 0 if busy or not c.prefix else 1, now, leaves)
+            for each in spans: note(*each)
             over = max(e for s, _, _, e in spans if s == "target")
+            ready = ready and not busy and left <= c.draft                   # a fresh one is faster than the rest of this
+            if ready and left: note("draft", "ahead", now, now + left); now, left = now + left, 0.0
             if now > over: note("target", "wait", over, now)
-            ready = chance.random() < hit
             out.hits += ready
         now += c.over
         out.tokens, out.rounds = out.tokens + accepted + 1, out.rounds + 1
@@ -144,7 +153,7 @@ def costs_of(
     slow = max(1.0, ahead / (fresh * branches))
     return Costs(alone, fresh, ahead / slow, prefix * alone / beside, plain, over, max(1.0, beside / alone), slow)
 
-# %% ../nbs/24a_mirror_simulation.ipynb #53f54857
+# %% ../nbs/24a_mirror_simulation.ipynb #8371486b
 CLAIMED = {"27B on ANE, drafted before verification [claimed]": (0.192 / 0.163, 0.55), "27B on ANE, early exit [claimed]": (0.192 / 0.163, 0.33)} # (draft / verify, hit rate)
 
 def gain_map(
@@ -155,13 +164,14 @@ def gain_map(
     alpha_ahead=None, # of one made ahead; None: the same
     block=8,   # anchor and drafts
     tokens=3000, # played for each cell
+    leaves=False, # as in `play`
 ):             # (len(hits), len(ratios)) speed of the pipeline over the serial loop
     "Where the pipeline wins."
     out = np.zeros((len(hits), len(ratios)))
     for j, r in enumerate(ratios):
         c = replace(costs, draft=r * costs.verify, ahead=r * costs.verify * costs.ahead / costs.draft)
         serial = play(c, alpha, block, tokens=tokens).rate
-        for i, h in enumerate(hits): out[i, j] = play(c, alpha, block, h, alpha_ahead, tokens).rate / serial
+        for i, h in enumerate(hits): out[i, j] = play(c, alpha, block, h, alpha_ahead, leaves, tokens).rate / serial
     return out
 
 def plot_gain(
@@ -180,7 +190,7 @@ def plot_gain(
     fig.data["points"] = where
     return fig
 
-# %% ../nbs/24a_mirror_simulation.ipynb #44bdb086
+# %% ../nbs/24a_mirror_simulation.ipynb #537a72d5
 def alpha_of(
     tokens, # a round, 1 to block
     block,  # anchor and drafts
@@ -205,12 +215,14 @@ def measured_costs(
 def foresee(
     result,       # as in `measured_costs`
     tokens=20000, # played
-):                # [dict(loop, draft / verify, hit, break_even, simulated, measured)]: both speeds over the serial loop's; measured None: no turn was timed
+    leaves=None,  # as in `play`; None: if drafts were dropped in that run
+):                # [dict(loop, draft / verify, hit, break_even, leaves, simulated, measured)]: both speeds over the serial loop's; measured None: no turn was timed
     "What the simulation says of a measured run, beside what was measured."
     rows, fastest = [], {r["name"]: r["over_serial"][0] for r in result["speed"] if r["kind"] == "all" or len(result["settings"]["prompts"]) == 1}
     for loop in result["costs"]:
         try: c, p = measured_costs(result, loop)
         except ValueError: continue
+        left = result["loops"][loop]["all"].get("dropped", 0) > 0 if leaves is None else leaves
         alone = play(c, p["alpha_serial"], p["block"], tokens=tokens).rate
-        rows.append({"loop": loop, "draft / verify": c.draft / c.verify, "hit": p["hit"], "break_even": break_even(c), "simulated": play(c, p["alpha"], p["block"], p["hit"], p["alpha_ahead"], tokens).rate / alone, "measured": fastest.get(loop)})
+        rows.append({"loop": loop, "draft / verify": c.draft / c.verify, "hit": p["hit"], "break_even": break_even(c), "leaves": left, "simulated": play(c, p["alpha"], p["block"], p["hit"], p["alpha_ahead"], left, tokens).rate / alone, "measured": fastest.get(loop)})
     return rows

@@ -15,7 +15,7 @@ from .compiled_verify import FORMS
 from .processors import covered, overlap
 from .rounds import SpecStats
 
-# %% ../nbs/23e_pipeline.ipynb #5a23650a
+# %% ../nbs/23e_pipeline.ipynb #114dfe15
 @dataclass
 class MirrorStats(SpecStats):
     "`SpecStats`, and what the second processor did."
@@ -25,6 +25,7 @@ class MirrorStats(SpecStats):
     ahead: list = field(default_factory=list) # tokens of each round whose drafts were made ahead
     fresh: list = field(default_factory=list) # and of each whose drafts were made when the text was known
     branches: int = 0         # drafts made ahead
+    dropped: int = 0          # jobs that nobody waited for: what they presumed had not come true, or they were late
     serial_rounds: int = 0    # rounds of the serial loop: probes, and after falling back
     why: str = ""             # the last verdict on the pipeline
     failures: list = field(default_factory=list) # of the worker, that did not end the generation
@@ -47,7 +48,7 @@ class MirrorStats(SpecStats):
 
     def to_dict(self):
         mean = lambda x: float(np.mean(x)) if x else None
-        return super().to_dict() | dict(processor=self.processor, hit_rate=self.hit_rate, hits={str(a): h for a, h in sorted(self.hits.items())}, useful=self.useful, wasted=self.wasted,
+        return super().to_dict() | dict(processor=self.processor, hit_rate=self.hit_rate, hits={str(a): h for a, h in sorted(self.hits.items())}, useful=self.useful, wasted=self.wasted, dropped=self.dropped,
                                         tokens_per_round_ahead=mean(self.ahead), tokens_per_round_fresh=mean(self.fresh), serial_rounds=self.serial_rounds, clock=self.clock(), why=self.why, failures=[repr(f) for f in self.failures])
 
 # %% ../nbs/23e_pipeline.ipynb #32e15f40
@@ -101,7 +102,7 @@ class PipelineJudge:
         self.seen[not self.pipe] = [0.2 * x for x in self.seen[not self.pipe]]
         self.pipe, self.left, self.looking, self.skip, self.why, self.look = not self.pipe, tokens, True, 1, why, [0.0, 0.0]
 
-# %% ../nbs/23e_pipeline.ipynb #eebd5b32
+# %% ../nbs/23e_pipeline.ipynb #1d2fd106
 def pipeline_block(
     controller,  # BlockController, which has seen rounds of the serial loop
     draft=0.0,   # seconds of a draft
@@ -112,7 +113,8 @@ def pipeline_block(
     tokens, cost = controller.acceptance.tokens(0.0), controller.curve.table(controller.max_block, controller.context)
     right = np.diff(tokens)                                                # [i]: that i + 1 drafts and more are right
     hits = np.append(right, right[-1] ** 2 / max(1e-9, right[-2]) if len(right) > 1 else right[-1] ** 2) if hit is None else np.full(len(cost), hit)
-    seconds = np.maximum(np.maximum(cost - draft, 0.1 * cost), draft) + (1 - hits) * draft    # both at once, and a fresh draft where none applied
+    verify = np.maximum(cost - draft, 0.1 * cost)
+    seconds = hits * np.maximum(verify, draft) + (1 - hits) * (verify + draft)              # both at once, or one after the other where nothing applied
     return 2 + int((tokens / seconds)[1:].argmax())
 
 # %% ../nbs/23e_pipeline.ipynb #a6759e2e

@@ -253,7 +253,7 @@ def plot_rope_angles(positions,            # (N,) positions of the kept tokens i
     fig.data = dict(pairs=pairs, **angles)
     return fig
 
-# %% ../nbs/00_plots.ipynb #eef04f3d
+# %% ../nbs/00_plots.ipynb #991fca34
 def plot_bars(values:dict,          # name -> number, or name -> {part: number}: parts are stacked
               ylabel:str="",        # with its unit
               *,
@@ -274,7 +274,7 @@ def plot_bars(values:dict,          # name -> number, or name -> {part: number}:
         ax.bar(range(len(values)), heights, bottom=bottom, color=colors, width=0.6, edgecolor="white", hatch=("", "///", "...", "xx")[i % 4], label=part)
         bottom += heights
     for x, y in enumerate(bottom): ax.annotate(fmt.format(y), (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=7)
-    ax.set_xticks(range(len(values)), [str(n) for n in values], fontsize=8)
+    ax.set_xticks(range(len(values)), [str(n) for n in values], fontsize=8 if len(values) < 12 else 6)
     if log: ax.set_yscale("log")
     _legend(ax)
     fig.data = dict(values=values, totals=bottom.tolist())
