@@ -155,6 +155,22 @@ def test_abandoned_and_interrupted(pair, ids):
     assert gone(pid)
 
 
+def test_interrupted_while_it_waits(pair):
+    "Half a question, or an answer that nobody read, is no beginning for the next one: the process is ended, and another takes its place."
+    _, draft, _ = pair
+    def hit(*_): raise KeyboardInterrupt
+    old = signal.signal(signal.SIGALRM, hit)
+    try:
+        p = ProcessDraftProcessor(draft)
+        first = p.process
+        signal.setitimer(signal.ITIMER_REAL, 0.2)                                    # it has not started yet
+        with pytest.raises(KeyboardInterrupt): p.open()
+    finally: signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, old)
+    assert not first.alive and gone(first._process.pid) and p.thread is None and not first.taken
+    p.open(); p.start(Job([Branch((), (3,), 0, 4)])); assert len(p.join(60)[0][0].tokens) == 4 and p.close() is None and p.process is not first
+    p.process.end()
+
+
 # --- giving up
 
 def test_cancelled_between_branches(pair, shared):

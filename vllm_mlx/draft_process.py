@@ -114,7 +114,7 @@ def _serve(fd):
             except BaseException as e: answer = False, (_goes(e), traceback.format_exc())
             link.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
 
-# %% ../nbs/23b_draft_process.ipynb #a221122c
+# %% ../nbs/23b_draft_process.ipynb #a981b384
 class ProcessLost(RuntimeError): "The process ended without an answer."
 
 def _end(process, link, ours):
@@ -156,14 +156,18 @@ class DraftProcess:
     def alive(self): return self.end.alive and self._process.poll() is None
 
     def _ask(self, *message, patience=None):
+        message, answered = pickle.dumps(message, pickle.HIGHEST_PROTOCOL), False
         try:
-            with self._turn: self._link.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            with self._turn: self._link.send_bytes(message)
             if patience is not None and not self._link.poll(patience): raise ProcessLost(f"the draft's process did not answer within {patience:g} s")
-            fine, answer = pickle.loads(self._link.recv_bytes())
+            data, answered = self._link.recv_bytes(), True
+            fine, answer = pickle.loads(data)
         except (EOFError, OSError) as e:
             with contextlib.suppress(subprocess.TimeoutExpired): self._process.wait(0.5)
             code = self._process.poll()
             raise ProcessLost("the draft's process ended" + ("" if code is None else f", exit code {code}" if code >= 0 else f" by signal {-code}")) from e
+        finally:
+            if not answered: self.end()                                    # an interrupt, say: the next question must not get this one's answer
         if not fine: raise answer[0] from RuntimeError(f"in the draft's process:\n{answer[1]}")
         return answer
 

@@ -156,7 +156,7 @@ def bench_mirror(
         say(f"turn {turn + 1} of {turns} took {took:.0f} s: " + ", ".join(f"{r['name']} {r['tokens_per_second'][0]:.1f}" for r in result["speed"] if r["kind"] == ("all" if len(kinds) > 1 else kinds[0])))
     return tell()
 
-# %% ../nbs/24b_mirror_bench.ipynb #15fa2f85
+# %% ../nbs/24b_mirror_bench.ipynb #e523ca67
 _num = lambda v, f="{:.2f}": "" if v is None else f"{f.format(v[0])} ({f.format(v[1])} to {f.format(v[2])})" if isinstance(v, (list, tuple)) else f.format(v)
 
 def mirror_table(
@@ -202,7 +202,7 @@ def where_from(
 ):          # text
     "What a result was measured on, and how."
     s = result["settings"]
-    return f"{result['device']}, {result['dtype']}, {result.get('date', '')}; {sum(s['prompts'].values())} prompts, answers of {s['max_tokens']} tokens, {max((r['turns'] for r in result['speed']), default=0)} turns (median, lowest and highest): `{result.get('command', '')}`"
+    return f"{result['device']}, {result['dtype']}, {result.get('date', '')}; {sum(s['prompts'].values())} prompts, answers of {s['max_tokens']} tokens, {max((r['turns'] for r in result['speed']), default=0)} turns (median, lowest and highest): `{result.get('command', '')}`" + (f" ({result['note']})" if 'note' in result else "")
 
 # %% ../nbs/24b_mirror_bench.ipynb #18c63177
 def record_timeline(
