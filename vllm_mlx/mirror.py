@@ -72,7 +72,7 @@ class _MirrorRun(_Run):
         self.backlog = []
         return [(f, np.arange(end - f.shape[1], end))]
 
-# %% ../nbs/24_mirror_sd.ipynb #57aee535
+# %% ../nbs/24_mirror_sd.ipynb #6d210b62
 class _MirrorRun(_MirrorRun):
     def note(self, side, what, begin, end): self.stats.spans.append(Span(side, what, self.stats.rounds, begin, end))
 
@@ -98,7 +98,10 @@ class _MirrorRun(_MirrorRun):
             self.flush()
             self.processor.open(None if self.collects else self.cache._context)
             self.opened = True
-        if not self.free(self.plan.timeout): self.processor.lost = True; raise WorkerError(f"the draft on {self.processor.name} gave no answer in {self.plan.timeout:g} s")
+        if not self.free():
+            began, free = time.perf_counter(), self.free(self.plan.timeout)
+            self.note("target", "wait", began, time.perf_counter())
+            if not free: self.processor.lost = True; raise WorkerError(f"the draft on {self.processor.name} gave no answer in {self.plan.timeout:g} s")
         self.processor.start(Job(branches, self.send(), provisional, top, not (self.sampling.greedy or self.sampling.proposal == "greedy")))
 
     def dice(self):
@@ -143,6 +146,7 @@ class _MirrorRun(_MirrorRun):
     def fresh(self, anchor, at, n):
         "Draft n tokens after an anchor whose context is known."
         began, where = time.perf_counter(), self.plan.fresh
+        if where is None and self.opened and not self.free(): where = "target"
         if where is None: where = next((w for w in ("processor", "target") if len(self.times.get(w, ())) < 2), None) or min(self.times, key=lambda w: sorted(self.times[w])[len(self.times[w]) // 2])
         branch = Branch((), (anchor,), at, n)
         if where == "processor":
