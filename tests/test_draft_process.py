@@ -132,13 +132,12 @@ def test_one_that_cannot_start(pair, ids):
     with pytest.raises(Exception, match="Local"): DraftProcess(odd)
     p, stats = ProcessDraftProcessor(draft), MirrorStats()
     p.process.end()
-    p.process.holds = lambda d: True
-    type(p)._fresh, kept = lambda self: None, type(p)._fresh                   # as if it had died right before
+    type(p)._claim, kept = lambda self: self.process.claim(), type(p)._claim   # as if it had died right before
     try:
         assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=20, processor=p, fall_back=False, fresh="processor", on_failure="serial", stats=stats)) == text[30:50]
         assert "could not be started" in str(stats.failures[0])
         with pytest.raises(WorkerError, match="could not be started"): tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=20, processor=p, fall_back=False, fresh="processor"))
-    finally: type(p)._fresh = kept
+    finally: type(p)._claim = kept
 
 def test_abandoned_and_interrupted(pair, ids):
     model, draft, text = pair
@@ -166,9 +165,101 @@ def test_interrupted_while_it_waits(pair):
         signal.setitimer(signal.ITIMER_REAL, 0.2)                                    # it has not started yet
         with pytest.raises(KeyboardInterrupt): p.open()
     finally: signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, old)
-    assert not first.alive and gone(first._process.pid) and p.thread is None and not first.taken
+    assert not first.alive and gone(first._process.pid) and p.thread is None and not first.taken and not p._mine
     p.open(); p.start(Job([Branch((), (3,), 0, 4)])); assert len(p.join(60)[0][0].tokens) == 4 and p.close() is None and p.process is not first
     p.process.end()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "impatient"])
+def test_no_answer_is_anothers(pair, how):
+    _, draft, _ = pair
+    def hit(*_): raise KeyboardInterrupt
+    p, old = DraftProcess(draft), signal.signal(signal.SIGALRM, hit)
+    try:
+        p.open(); os.kill(p._process.pid, signal.SIGSTOP)
+        if how == "interrupted":
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt): p.work([], [Branch((), (3,), 0, 4)])
+        else:
+            p.patience = 0.2
+            with pytest.raises(ProcessLost, match="did not answer within 0.2 s"): p.open()
+    finally: signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, old)
+    assert not p.alive
+    with pytest.raises(ProcessLost): p.work([], [Branch((), (3,), 0, 4)])
+
+def test_nobody_reads(pair):
+    "Nothing waits for ever: not the beginning of a generation, not giving up a job, not the end."
+    _, draft, _ = pair
+    rows = np.zeros((1, 3000, draft.fc.weight.shape[1]), np.float32)
+    p = DraftProcess(draft, patience=0.5)
+    os.kill(p._process.pid, signal.SIGSTOP)
+    began = time.perf_counter()
+    with pytest.raises(ProcessLost): p.open()                                       # more than fits on the way
+    assert time.perf_counter() - began < 10 and gone(p._process.pid)
+    p = ProcessDraftProcessor(draft)
+    p.open(); os.kill(p.process._process.pid, signal.SIGSTOP)
+    began = time.perf_counter()
+    p.start(Job([Branch((), (3,), 3000, 4)], [(mx.array(rows), np.arange(3000))]))
+    time.sleep(0.2); p.drop()
+    assert p.settle(0.1) is None
+    failed = p.close(0.2)
+    assert "its process was ended" in str(failed) and time.perf_counter() - began < 10 and p.thread is None and not p.process.taken
+
+def test_generations_side_by_side(pair, ids, monkeypatch):
+    "Made before either has begun, and in two threads at once: each has a process of its own."
+    model, draft, text = pair
+    monkeypatch.setattr(processors, "_is_cpu", lambda d: False)                       # as beside a GPU
+    make = lambda: processor_for(draft)
+    a, b = make(), make()
+    monkeypatch.undo()
+    assert a.process is b.process
+    one, two = (stream_mirror(model, draft, ids, PROMPT, max_tokens=12, processor=p, fall_back=False, fresh="processor") for p in (a, b))
+    assert [(x.token, y.token) for x, y in zip(one, two)] == list(zip(text[30:42], text[30:42])) and a.process is not b.process
+    b.process.end()
+    c = ProcessDraftProcessor(draft, process=a.process)
+    got, start = {}, threading.Barrier(2)
+    def go(n, p, count):
+        start.wait(); p.open(); p.start(Job([Branch((), (t,), 0, 4) for t in range(count)])); got[n] = len(p.join(60)[0]); p.close()
+    threads = [threading.Thread(target=go, args=args) for args in (("a", a, 2), ("c", c, 5))]
+    for t in threads: t.start()
+    for t in threads: t.join(120)
+    assert got == dict(a=2, c=5)
+    draft2 = copy_draft(draft); draft2._lent.target = model
+    a.open(); other = ProcessDraftProcessor(draft2, process=a.process)                 # not one of its weights: left alone
+    assert other.process is not a.process and a.process.alive
+    a.start(Job([Branch((), (1,), 0, 4)])); assert len(a.join(60)[0]) == 1; a.close()
+    for p in (a, c, other): p.process.end()
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_of_its_maker_leaves_it_alone(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(textwrap.dedent("""
+        import vllm_mlx, gc, os
+        from vllm_mlx.dflash import tiny_draft
+        from vllm_mlx.draft_process import DraftProcess
+        from vllm_mlx.alignment import Branch
+        from vllm_mlx.models import tiny_model
+        p = DraftProcess(tiny_draft(tiny_model('llama'))); p.open()
+        pid = os.fork()
+        if pid == 0:
+            assert not p.alive
+            p.end(); del p; gc.collect(); os._exit(0)
+        os.waitpid(pid, 0)
+        print(p.alive, len(p.work([], [Branch((), (3,), 0, 4)])[0]))
+    """))
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=120, env=dict(os.environ, PYTHONPATH=str(Path(vllm_mlx.__file__).parent.parent)))
+    assert done.stdout.split() == ["True", "1"], done.stderr
+
+def test_the_same_package_on_both_sides(tmp_path):
+    "Started where the package lies, without being installed: the process finds it too."
+    here = Path(vllm_mlx.__file__).parent
+    (tmp_path / "vllm_mlx").symlink_to(here)
+    code = "import vllm_mlx; from vllm_mlx.dflash import tiny_draft; from vllm_mlx.draft_process import DraftProcess; from vllm_mlx.models import tiny_model; p = DraftProcess(tiny_draft(tiny_model('llama'))); p.open(); print(vllm_mlx.__file__, open(f'/proc/{p._process.pid}/environ').read().split('PYTHONPATH=')[1].split(':')[0] if __import__('os').path.exists('/proc/self/environ') else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    assert done.returncode == 0, done.stderr
+    file, first = (done.stdout.split() + [""])[:2]
+    assert file.startswith(str(tmp_path)) and first.rstrip("\0") in ("", str(tmp_path))
 
 
 # --- giving up
@@ -199,7 +290,7 @@ def test_dropped_jobs(pair, shared):
             p.drop(); p.drop()
             with pytest.raises(RuntimeError, match="busy"): p.start(job)
             span = p.settle(30)
-            assert span is None and not p.busy or span[0] <= span[1]
+            assert span is None and not p.busy or span[0] <= span[1] and span[2] in (True, False)
             p.start(Job(list(job.branches)))
             assert p.join(30)[0][0].tokens == draft_branches(draft, c, job.branches)[0].tokens and p.settle() is None
         p.start(Job(list(job.branches))); p.drop()
@@ -288,11 +379,12 @@ def test_beside_a_gpu_a_process_is_chosen_and_kept(pair, monkeypatch):
     p.open()
     second = processor_for(draft)
     assert second.process is not p.process                                         # two generations at a time
-    with pytest.raises(RuntimeError, match="in use"): again.open()
-    p.close()
-    again.open(); again.close()
+    again.open()                                                                   # made before the other had begun
+    assert again.process is not p.process and again.process.taken and p.process.taken
+    p.close(); again.close()
+    assert not p.process.taken and owned(draft)["process"] is p.process
     pid = p.process._process.pid
-    second.process.end()
+    second.process.end(); again.process.end()
     del p, again, second
     gc.collect()
     assert owned(draft)["process"].alive

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['copy_draft', 'copy_context', 'ProcessLost', 'DraftProcess']
 
-# %% ../nbs/23b_draft_process.ipynb #63a456c2
-import contextlib, os, pickle, signal, socket, subprocess, sys, threading, time, traceback, weakref
+# %% ../nbs/23b_draft_process.ipynb #3b8a2c1c
+import contextlib, os, pickle, select, signal, socket, struct, subprocess, sys, threading, time, traceback, weakref
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -114,10 +114,11 @@ def _serve(fd):
             except BaseException as e: answer = False, (_goes(e), traceback.format_exc())
             link.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
 
-# %% ../nbs/23b_draft_process.ipynb #a981b384
+# %% ../nbs/23b_draft_process.ipynb #6441faa1
 class ProcessLost(RuntimeError): "The process ended without an answer."
 
-def _end(process, link, ours):
+def _end(process, link, ours, maker):
+    if os.getpid() != maker: ours.close(); link.close(); return             # in a fork: what is open there is not its own
     with contextlib.suppress(OSError): ours.shutdown(socket.SHUT_RDWR)      # a thread that waits for an answer gets an end, too
     ours.close(); link.close()
     try: process.wait(1.0)
@@ -141,11 +142,13 @@ class DraftProcess:
         self.dtype, self.patience, self.ready, self._turn = dtype or (mx.float32 if on_cpu else None), patience, False, threading.Lock()
         self._blob, self._of = _packed(draft, self.dtype), [a for _, a in tree_flatten(draft.parameters())] + [draft._lent]
         ours, theirs = socket.socketpair()
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), PYTHONSAFEPATH="1", OPENBLAS_NUM_THREADS=str(threads or max(1, _cores() - 1)))
+        package = os.path.dirname(os.path.abspath(sys.modules["vllm_mlx"].__path__[0]))          # the same package as here, from wherever it came
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([package, *(p for p in sys.path if p)]), PYTHONSAFEPATH="1", OPENBLAS_NUM_THREADS=str(threads or max(1, _cores() - 1)))
         code = f"import vllm_mlx, mlx.core as mx; mx.set_default_device(mx.{'cpu' if on_cpu else 'gpu'}); from vllm_mlx.draft_process import _serve; _serve({theirs.fileno()})"
         with theirs: self._process = subprocess.Popen([os.fsdecode(spawn.get_executable()), "-c", code], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
-        self._link, self.taken = Connection(os.dup(ours.fileno())), False
-        self.end = weakref.finalize(self, _end, self._process, self._link, ours)   # also at the end of the interpreter
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(patience), int(1e6 * (patience % 1)) or 1))
+        self._link, self._claimed, self._maker = Connection(os.dup(ours.fileno())), threading.Lock(), os.getpid()
+        self.end = weakref.finalize(self, _end, self._process, self._link, ours, self._maker)   # also at the end of the interpreter
 
     def holds(self, draft):
         "Whether the copy is still one of this draft: the same arrays, bound to the same target."
@@ -153,7 +156,11 @@ class DraftProcess:
         return len(now) == len(self._of) and all(a is b for a, b in zip(now, self._of))
 
     @property
-    def alive(self): return self.end.alive and self._process.poll() is None
+    def alive(self): return self.end.alive and os.getpid() == self._maker and self._process.poll() is None
+    @property
+    def taken(self): return self._claimed.locked()
+    def claim(self): return self._claimed.acquire(blocking=False)   # whether it is the caller's now
+    def release(self): self._claimed.release()
 
     def _ask(self, *message, patience=None):
         message, answered = pickle.dumps(message, pickle.HIGHEST_PROTOCOL), False
@@ -162,6 +169,7 @@ class DraftProcess:
             if patience is not None and not self._link.poll(patience): raise ProcessLost(f"the draft's process did not answer within {patience:g} s")
             data, answered = self._link.recv_bytes(), True
             fine, answer = pickle.loads(data)
+        except BlockingIOError as e: raise ProcessLost(f"the draft's process did not answer within {self.patience:g} s: it does not read") from e
         except (EOFError, OSError) as e:
             with contextlib.suppress(subprocess.TimeoutExpired): self._process.wait(0.5)
             code = self._process.poll()
@@ -190,5 +198,9 @@ class DraftProcess:
         return self._ask("work", list(features), list(branches), provisional, top, logits)
 
     def cancel(self):
-        "Give up the job under way, from any thread."
-        with self._turn, contextlib.suppress(OSError): self._link.send_bytes(pickle.dumps(("cancel",)))
+        "Give up the job under way, from any thread; nothing happens where the question is still being sent."
+        if not self._turn.acquire(blocking=False): return
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                if select.select([], [self._link.fileno()], [], 0)[1]: self._link.send_bytes(pickle.dumps(("cancel",)))
+        finally: self._turn.release()

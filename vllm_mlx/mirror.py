@@ -72,7 +72,7 @@ class _MirrorRun(_Run):
         self.backlog = []
         return [(f, np.arange(end - f.shape[1], end))]
 
-# %% ../nbs/24_mirror_sd.ipynb #6d210b62
+# %% ../nbs/24_mirror_sd.ipynb #2b51baac
 class _MirrorRun(_MirrorRun):
     def note(self, side, what, begin, end): self.stats.spans.append(Span(side, what, self.stats.rounds, begin, end))
 
@@ -84,9 +84,9 @@ class _MirrorRun(_MirrorRun):
         self.worked(what, *span)
         return proposals
 
-    def worked(self, what, begin, end):
+    def worked(self, what, begin, end, whole=True):
         self.note("draft", what, begin, end)
-        if what == "ahead": self.aheads = [*self.aheads[-8:], end - begin]
+        if what == "ahead" and whole: self.aheads = [*self.aheads[-8:], end - begin]
 
     def free(self, timeout=0.0):
         "Whether the processor can take a job: not while it is at one that was dropped."

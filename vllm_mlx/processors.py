@@ -18,7 +18,7 @@ from .dflash import DraftCache
 from .draft_process import DraftProcess, ProcessLost, _through_numpy, copy_context, copy_draft
 from .graphs import owned
 
-# %% ../nbs/23c_processors.ipynb #534ada59
+# %% ../nbs/23c_processors.ipynb #163e3288
 @dataclass
 class Job:
     "What a processor is asked for."
@@ -102,14 +102,14 @@ class DraftProcessor:
 
     def settle(self,
         timeout=0.0, # seconds to wait
-    ):               # (begin, end) of a dropped job that is over now, None when there is none
+    ):               # (begin, end, whether it was done to its end) of a dropped job that is over now, None when there is none
         "Be done with a dropped job. Raises WorkerError for one that failed."
         if not (self.busy and self.dropped): return None
         try: out, failed, *span = self._out.get(timeout=timeout) if timeout else self._out.get_nowait()
         except queue.Empty: return None
         self.busy = self.dropped = False
         if failed is not None and not isinstance(failed, Cancelled): raise WorkerError(f"the draft on {self.name} failed: {failed!r}") from failed
-        return tuple(span)
+        return *span, failed is None
 
     def close(self,
         timeout=5.0, # seconds to wait for work under way
@@ -187,7 +187,7 @@ class MLXDraftProcessor(DraftProcessor):
         if thread is not None and not thread.is_alive(): _IDLE_STREAMS[str(self.device)].append(stream); self._stream = None
         return failed
 
-# %% ../nbs/23c_processors.ipynb #1317d6fa
+# %% ../nbs/23c_processors.ipynb #1db59a36
 class ProcessDraftProcessor(DraftProcessor):
     "A copy of an MLX draft in a process of its own: on any device, beside a target on any other, or the same."
     def __init__(self,
@@ -197,16 +197,19 @@ class ProcessDraftProcessor(DraftProcessor):
         threads=None,     # of its matrix products on a CPU; None: the cores, less one
         process=None,     # DraftProcess of this draft to use; None: a new one
     ):
-        self.draft, self._options, self.process = draft, (device, dtype, threads), process
-        self._fresh()
+        self.draft, self._options, self.process, self._mine = draft, (device, dtype, threads), process, False
+        if process is None or not (process.alive and process.holds(draft)): self.process = DraftProcess(draft, *self._options)
         super().__init__(f"{_name_of(self.process.device)}, in a process of its own")
         self.apart = not (_is_cpu(self.process.device) and _is_cpu(mx.default_device()))
 
-    def _fresh(self):
-        "A process that lives, and has these weights."
-        if self.process is not None and self.process.alive and self.process.holds(self.draft): return
-        if self.process is not None: self.process.end()
+    def _claim(self):
+        "A process that lives, has these weights, and is nobody else's meanwhile."
+        if self.process.claim():
+            if self.process.alive and self.process.holds(self.draft): return
+            self.process.end()
+            self.process.release()
         self.process = DraftProcess(self.draft, *self._options)
+        self.process.claim()
 
     @property
     def ready(self): return self.process.ready and self.process.alive
@@ -214,20 +217,19 @@ class ProcessDraftProcessor(DraftProcessor):
     def takes(self, context): return isinstance(context, DraftCache)
 
     def take_over(self, context):
-        self._fresh()
-        if self.process.taken: raise RuntimeError("the draft's process is in use: close the processor that opened it first")
-        try: self.process.open(context)
-        except ProcessLost as e: raise WorkerError(f"the draft on {self.name} could not be started: {e}") from e
+        self._claim()
+        try:
+            self.process.open(context)
+            self._mine = True
+        except Exception as e: raise WorkerError(f"the draft on {self.name} could not be started: {e!r}") from e
+        finally:
+            if not self._mine: self.process.release()
 
     def prepare(self, job):
         over = lambda a: np.array(a.astype(mx.float32))
         job.features = [(over(f), at) for f, at in job.features]
         if job.provisional is not None: job.provisional = over(job.provisional)
         return job
-
-    def open(self, context=None):
-        super().open(context)
-        self.process.taken = True
 
     def timed(self, job): return self.process.work(job.features, job.branches, job.provisional, job.top, job.logits)
 
@@ -240,10 +242,10 @@ class ProcessDraftProcessor(DraftProcessor):
             self.process.end()
             thread.join(timeout)
             if not thread.is_alive(): failed = WorkerError(f"the draft on {self.name} did not end in {timeout:g} s; its process was ended")
-        if thread is not None: self.process.taken = False
+        if self._mine: self._mine = False; self.process.release()
         return failed
 
-# %% ../nbs/23c_processors.ipynb #46f1e550
+# %% ../nbs/23c_processors.ipynb #cfed883d
 class ANEDraftProcessor(DraftProcessor):
     "`prepare_forward`, `run_kernels` in the thread, `read_output`. No MLX call is made in the thread."
     most = 1
@@ -281,7 +283,7 @@ def processor_for(
     if hasattr(draft, 'run_kernels'): return ANEDraftProcessor(draft)
     if _is_cpu(mx.default_device()): return MLXDraftProcessor(draft)
     kept = owned(draft).get('process')
-    if kept is not None and kept.taken: return ProcessDraftProcessor(draft)               # two at a time: one of its own
+    if kept is not None and kept.alive and kept.taken: return ProcessDraftProcessor(draft) # two at a time: one of its own
     p = ProcessDraftProcessor(draft, process=kept)
     owned(draft)['process'] = p.process                                                   # not the processor, which holds the draft
     return p
