@@ -298,11 +298,11 @@ def test_dropped_jobs(pair, shared):
         p.open(c); p.start(Job(list(job.branches))); assert len(p.join(30)[0]) == 1; p.close()
 
 def test_nobody_waits_for_what_cannot_apply(pair, ids):
-    "A second processor of half a second a draft, always wrong about the ending: the text comes at the pace of the target's own drafts."
+    "A second processor that is slow and always wrong about the ending: the target never waits for it."
     model, draft, text = pair
     class Slow(processors.DraftProcessor):
         def work(self, job):
-            if job.branches[0].presumed: self._stop.wait(0.5)
+            if job.branches[0].presumed: self._stop.wait(0.1)
             return [p for b in job.branches for p in [processors.Proposal([511 - text[b.position + len(b.block) + i] for i in range(b.drafts)])]]
     class Shared(Slow): apart = False
     took = {}
@@ -311,7 +311,7 @@ def test_nobody_waits_for_what_cannot_apply(pair, ids):
         assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=16, block_size=3, processor=p, fresh="target", fall_back=False, stats=stats)) == text[30:46]
         took[kind], jobs = stats.clock()["stall"], stats.dropped
         assert (jobs > 0) == (kind is Slow) and p.thread is None
-    assert took[Shared] > 1 > 5 * took[Slow]                                        # the other way it waits for each
+    assert took[Slow] == 0 < took[Shared]                                           # the other way it waits for each
 
 
 # --- who lives how long
@@ -329,11 +329,10 @@ def test_it_ends_with_whoever_made_it(pair, tmp_path):
         print(p._process.pid, len(p.work([], [Branch((), (3,), 0, 4)])[0]), flush=True)
         how = sys.argv[1]
         if how == 'kill': os.kill(os.getpid(), signal.SIGKILL)
-        if how == 'raise': raise SystemExit(3)
         if how == 'exit': os._exit(4)
     """))
     (tmp_path / "queue.py").write_text("raise ImportError('a module of the user that is called like one of the library')")
-    for how, code in (("end", 0), ("raise", 3), ("exit", 4), ("kill", -9)):
+    for how, code in (("end", 0), ("exit", 4), ("kill", -9)):
         done = subprocess.run([sys.executable, "-c", f"import sys; sys.argv = ['main.py', {how!r}]; exec(open({str(script)!r}).read())"], capture_output=True, text=True, timeout=120, cwd=Path(vllm_mlx.__file__).parent.parent)
         assert done.returncode == code, done.stderr
         pid, n = map(int, done.stdout.split())
