@@ -132,7 +132,7 @@ def test_one_that_cannot_start(pair, ids):
     with pytest.raises(Exception, match="Local"): DraftProcess(odd)
     p, stats = ProcessDraftProcessor(draft), MirrorStats()
     p.process.end()
-    type(p)._claim, kept = lambda self: self.process.claim(), type(p)._claim   # as if it had died right before
+    type(p)._claim, kept = lambda self: self.process.claim(self._me), type(p)._claim   # as if it had died right before
     try:
         assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=20, processor=p, fall_back=False, fresh="processor", on_failure="serial", stats=stats)) == text[30:50]
         assert "could not be started" in str(stats.failures[0])
@@ -165,7 +165,7 @@ def test_interrupted_while_it_waits(pair):
         signal.setitimer(signal.ITIMER_REAL, 0.2)                                    # it has not started yet
         with pytest.raises(KeyboardInterrupt): p.open()
     finally: signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, old)
-    assert not first.alive and gone(first._process.pid) and p.thread is None and not first.taken and not p._mine
+    assert not first.alive and gone(first._process.pid) and p.thread is None and not first.taken
     p.open(); p.start(Job([Branch((), (3,), 0, 4)])); assert len(p.join(60)[0][0].tokens) == 4 and p.close() is None and p.process is not first
     p.process.end()
 

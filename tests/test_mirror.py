@@ -622,6 +622,21 @@ def test_a_look_that_begins_dearly_is_rare_and_one_that_pays_costs_nothing():
     for bad in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="share is"): PipelineJudge(share=bad)
 
+@pytest.mark.parametrize("per_round", [1, 3, 8])
+@pytest.mark.parametrize("turn", [700, 1500, 3000])
+def test_a_pipeline_that_turns_slow_is_left_at_once(turn, per_round):
+    "And one that is slower only because the whole machine is stays."
+    def played(pipe, serial, tokens=6000):
+        j, done, out = PipelineJudge(), 0, {True: 0, False: 0}
+        while done < tokens:
+            late = done >= turn
+            if late: out[j.pipe] += per_round
+            j.update(per_round, per_round / (pipe if j.pipe else serial)[late])
+            done += per_round
+        return out
+    assert played((2.0, 0.5), (1.0, 1.0))[True] < 0.1 * (6000 - turn) + 60 * per_round                  # thirty rounds or so, and looks
+    assert played((2.0, 0.2), (1.0, 0.1))[True] > 0.85 * (6000 - turn)
+
 def test_falls_back_and_comes_back(family, ids):
     "What a round takes is told to the judge: no clock decides this test. A judge goes on from what it has seen."
     model, draft, text = family("qwen3_5")

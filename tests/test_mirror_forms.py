@@ -1,5 +1,6 @@
 """Verification in compiled halves, the choice between the loops, and the measurement of both: the texts are plain decoding's in every form."""
 import argparse, copy, gc, json, threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -253,7 +254,7 @@ def test_bench(family, ids):
     r = bench_mirror(model, draft, ids, {"code": [PROMPT], "chat": [PROMPT[:12]]}, max_tokens=14, turns=1, loops={"one": dict(branches=2), "mirror": dict(early=True)}, report=lambda x: saved.append(json.dumps(x)))
     assert all(s["texts"] == s["same"] == 4 for s in r["same"].values()) and len(saved) == 4 and all(json.loads(s)["settings"] == r["settings"] for s in saved)
     assert {x["kind"] for x in r["speed"]} == {"code", "chat", "all"} and all(x["tokens_per_second"][0] > 0 for x in r["speed"])
-    assert r["loops"]["one"]["all"]["rounds"] > 0 and len(mirror_table(r).splitlines()) == 8 and len(cost_table(r).splitlines()) == 4
+    assert r["loops"]["one"]["all"]["rounds"] > 0 and len(mirror_table(r).splitlines()) == 8 and len(cost_table(r).splitlines()) == 5
     rows = foresee(r, 500)
     assert [x["loop"] for x in rows] == [n for n, c in r["costs"].items() if "missing" not in c] and all(x["simulated"] > 0 and x["measured"] > 0 for x in rows)
     with pytest.raises(ValueError, match="loop is 'best'"): measured_costs(r, "best")
@@ -275,6 +276,21 @@ def test_a_text_that_differs_is_told(family, ids, monkeypatch):
     monkeypatch.setattr(bench, "stream_mirror", other)
     r = bench_mirror(model, draft, ids, {"code": [PROMPT]}, max_tokens=10, turns=1, loops={"one": {}})
     assert r["same"]["one"] == dict(texts=2, same=0, first_difference=[5, 5]) and r["same"]["serial 4"]["same"] == 2
+
+@pytest.mark.parametrize("prompts, passes", [(1, 5), (2, 6)])                          # of a prompt, before the first turn: with its phases, and again if there is no second
+def test_compiling_is_not_taken_for_a_turn(family, ids, monkeypatch, prompts, passes):
+    "The first pass takes 120 s of 200: the turns of a few seconds have their time, and so has a second prompt."
+    model, draft, _ = family("llama")
+    import vllm_mlx.mirror_bench as bench
+    now, calls, real = [0.0], [], bench._run
+    def run(*a, **k):
+        calls.append(0); now[0] += 20 if len(calls) <= 6 else 1
+        return real(*a, **k)
+    monkeypatch.setattr(bench, "_run", run)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    r = bench_mirror(model, draft, ids, {"code": [PROMPT, PROMPT[:12]][:prompts]}, max_tokens=8, turns=3, loops={"one": {}}, limit_s=200)
+    assert r["settings"]["prompts"] == {"code": prompts} and {x["turns"] for x in r["speed"]} == {3} and len(calls) == 6 + passes + 3 * 5 * prompts
+    assert all(s["texts"] == s["same"] == (5 if prompts == 1 else 8) for s in r["same"].values()) and r["seconds"] == now[0]
 
 def test_command_and_timeline(capsys, family, ids):
     assert main(["--loops", "best"]) == 2 and "--loops has 'best'" in capsys.readouterr().err

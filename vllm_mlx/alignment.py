@@ -232,7 +232,7 @@ def draft_branches(
             out[b] = Proposal(tokens[i].tolist(), np.array(wide[i]) if logits else None, _as_dicts(held[0][i], held[1][i]) if held else None)
     return out
 
-# %% ../nbs/23b_alignment.ipynb #07c6a895
+# %% ../nbs/23b_alignment.ipynb #262c6cc9
 def measure_conditions(
     model,           # the target
     draft,           # its DFlash draft, bound
@@ -241,8 +241,11 @@ def measure_conditions(
     block_size=None, # anchor and drafts; None: as trained
     exit_layer=None, # None: `pick_exit_layer`
 ):                   # {"fresh" (all is known), "long", "known", "gap", "early": tokens of the next block that are right, on average}
-    "What drafting ahead costs in acceptance, apart from all timing. Raises ValueError for a text that is too short."
-    S, config = draft.config.block_size if block_size is None else block_size, draft.config
+    "What drafting ahead costs in acceptance, apart from all timing. Raises ValueError for a text that is too short, a block, place or layer that cannot be."
+    S, config, n = draft.config.block_size if block_size is None else block_size, draft.config, len(text_model(model).layers)
+    for name, v, least in (("block_size", S, 2), ("first", first, 1)):
+        if not isinstance(v, (int, np.integer)) or v < least: raise ValueError(f"{name} is {v!r}: a whole number of at least {least} is needed")
+    if exit_layer is not None and (not isinstance(exit_layer, (int, np.integer)) or not 0 <= exit_layer < n): raise ValueError(f"exit_layer is {exit_layer!r}: {type(model).__name__} has layers 0 to {n - 1}")
     last = len(tokens) - 2 * S
     if last <= first: raise ValueError(f"the text has {len(tokens)} tokens: more than {first + 2 * S} are needed")
     stop, right = pick_exit_layer(config.target_layer_ids) if exit_layer is None else exit_layer, {n: [] for n in ("fresh", *CONDITIONS)}

@@ -114,7 +114,7 @@ def _serve(fd):
             except BaseException as e: answer = False, (_goes(e), traceback.format_exc())
             link.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
 
-# %% ../nbs/23b_draft_process.ipynb #6441faa1
+# %% ../nbs/23b_draft_process.ipynb #c43beb4f
 class ProcessLost(RuntimeError): "The process ended without an answer."
 
 def _end(process, link, ours, maker):
@@ -122,7 +122,14 @@ def _end(process, link, ours, maker):
     with contextlib.suppress(OSError): ours.shutdown(socket.SHUT_RDWR)      # a thread that waits for an answer gets an end, too
     ours.close(); link.close()
     try: process.wait(1.0)
-    except subprocess.TimeoutExpired: process.kill(); process.wait()
+    except BaseException as e:                                              # an interrupt, too
+        process.kill(); process.wait()
+        if not isinstance(e, subprocess.TimeoutExpired): raise
+
+_all = weakref.WeakSet()
+def _in_a_fork():                                                          # else the process would live as long as the fork
+    for p in list(_all): p.end()
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_in_a_fork)
 
 def _cores(): return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -145,10 +152,11 @@ class DraftProcess:
         package = os.path.dirname(os.path.abspath(sys.modules["vllm_mlx"].__path__[0]))          # the same package as here, from wherever it came
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join([package, *(p for p in sys.path if p)]), PYTHONSAFEPATH="1", OPENBLAS_NUM_THREADS=str(threads or max(1, _cores() - 1)))
         code = f"import vllm_mlx, mlx.core as mx; mx.set_default_device(mx.{'cpu' if on_cpu else 'gpu'}); from vllm_mlx.draft_process import _serve; _serve({theirs.fileno()})"
-        with theirs: self._process = subprocess.Popen([os.fsdecode(spawn.get_executable()), "-c", code], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
+        with theirs: self._process = subprocess.Popen([os.fsdecode(spawn.get_executable()), "-c", code], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment, start_new_session=True)    # an interrupt from the keyboard is for this process alone
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(patience), int(1e6 * (patience % 1)) or 1))
-        self._link, self._claimed, self._maker = Connection(os.dup(ours.fileno())), threading.Lock(), os.getpid()
+        self._link, self._holder, self._maker = Connection(os.dup(ours.fileno())), {}, os.getpid()
         self.end = weakref.finalize(self, _end, self._process, self._link, ours, self._maker)   # also at the end of the interpreter
+        _all.add(self)
 
     def holds(self, draft):
         "Whether the copy is still one of this draft: the same arrays, bound to the same target."
@@ -158,9 +166,10 @@ class DraftProcess:
     @property
     def alive(self): return self.end.alive and os.getpid() == self._maker and self._process.poll() is None
     @property
-    def taken(self): return self._claimed.locked()
-    def claim(self): return self._claimed.acquire(blocking=False)   # whether it is the caller's now
-    def release(self): self._claimed.release()
+    def taken(self): return bool(self._holder)
+    def claim(self, who): return self._holder.setdefault("who", who) is who    # whether it is the caller's now
+    def release(self, who): # nothing happens where it is somebody else's
+        if self._holder.get("who") is who: self._holder.clear()
 
     def _ask(self, *message, patience=None):
         message, answered = pickle.dumps(message, pickle.HIGHEST_PROTOCOL), False

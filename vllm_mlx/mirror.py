@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['stream_mirror', 'parallel_generate', 'mirror_sd_generate', 'MirrorStats', 'PipelineJudge', 'Plan']
 
-# %% ../nbs/24_mirror_sd.ipynb #24237c1d
+# %% ../nbs/24_mirror_sd.ipynb #473f6bc0
 import sys, time, warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,10 +23,10 @@ from .graphs import owned
 from .halves import HALVES, _check_exit, check_form, halves_refusal, pick_halves
 from .pipeline import MirrorStats, PipelineJudge, Plan, pipeline_block
 from .processors import ANEDraftProcessor, DraftProcessor, Job, MLXDraftProcessor, ProcessDraftProcessor, Span, WorkerError, copy_draft, covered, crossing, overlap, plot_timeline, processor_for
-from .rollback import rollback
+from .rollback import Records, rollback
 from .rounds import SpecCache, _log_softmax, _Run
 from .specprefill import vocab_size
-from .speculate import _check_cache, _check_draft, _check_kv, _check_size, _stream, prompt_ids
+from .speculate import _check_cache, _check_draft, _check_kv, _check_size, _check_sparse, _check_spec_cache, _check_stats, _stream, prompt_ids
 
 _all_ = ['MirrorStats', 'PipelineJudge', 'Plan']
 
@@ -72,7 +72,7 @@ class _MirrorRun(_Run):
         self.backlog = []
         return [(f, np.arange(end - f.shape[1], end))]
 
-# %% ../nbs/24_mirror_sd.ipynb #2b51baac
+# %% ../nbs/24_mirror_sd.ipynb #720d4f36
 class _MirrorRun(_MirrorRun):
     def note(self, side, what, begin, end): self.stats.spans.append(Span(side, what, self.stats.rounds, begin, end))
 
@@ -93,11 +93,15 @@ class _MirrorRun(_MirrorRun):
         if (span := self.processor.settle(timeout)) is not None: self.worked("ahead", *span)
         return not self.processor.busy
 
+    def check_free(self):
+        if not self.opened and self.processor.in_use: raise RuntimeError(f"{self.processor.name} is in use by another generation: close that first, or give each a processor of its own")
+
     def ask(self, branches, provisional=None, top=1):
         if not self.opened:
             self.flush()
+            self.check_free()
+            self.opened = True                                              # before: an interrupt right after `open` must find it
             self.processor.open(None if self.collects else self.cache._context)
-            self.opened = True
         if not self.free():
             began, free = time.perf_counter(), self.free(self.plan.timeout)
             self.note("target", "wait", began, time.perf_counter())
@@ -165,7 +169,7 @@ class _MirrorRun(_MirrorRun):
 
     def top(self): return max(4, self.plan.soft) if self.plan.branches > 1 or self.plan.soft else 1
 
-# %% ../nbs/24_mirror_sd.ipynb #d002195d
+# %% ../nbs/24_mirror_sd.ipynb #50717e31
 def _mixed(a, b, w): return {t: w * a.get(t, 0.0) + (1 - w) * b.get(t, 0.0) for t in {*a, *b}}
 
 class _MirrorRun(_MirrorRun):
@@ -185,7 +189,8 @@ class _MirrorRun(_MirrorRun):
 
     def launch(self, anchor, drafts, beliefs, at, provisional=None):
         branches = self.guesses(anchor, drafts, beliefs, at)
-        if not branches or self.opened and not self.free(): return
+        if branches and self.opened and not self.free(): self.draws += len(branches); return      # as if they had been drawn
+        if not branches: return
         self.ask(branches, provisional, self.top())
         self.flying = SimpleNamespace(branches=branches, at=at, new=None, accepted=None, began=time.perf_counter())
         self.stats.branches += len(branches)
@@ -204,12 +209,13 @@ class _MirrorRun(_MirrorRun):
         mx.eval(ids, p, own, provisional)
         now = time.perf_counter()
         self.note("target", "prefix", began, now)
+        self.reached = now
         if mx.default_device() != mx.Device(mx.cpu, 0): self.between = (now - asked) / (now - began) < (0.6 if self.between else 0.2)    # a prefix that takes about as long as submitting everything, or less
         early = [belief | ({drafts[i]: own[i].item()} if i < len(drafts) else {}) for i, belief in enumerate(_as_dicts(ids, p))]
         beliefs = [_mixed(beliefs[i], early[i], self.right / self.tried) if i < len(beliefs) else early[i] for i in range(len(drafts) + 1)]
         self.launch(anchor, drafts, beliefs, at, provisional if self.plan.condition == "early" else None)
 
-# %% ../nbs/24_mirror_sd.ipynb #6b5e0290
+# %% ../nbs/24_mirror_sd.ipynb #06594915
 class _MirrorRun(_MirrorRun):
     def block(self, gamma):
         if not self.piped:
@@ -219,7 +225,7 @@ class _MirrorRun(_MirrorRun):
         except WorkerError as e:
             if self.plan.on_failure == "raise": raise
             self.stats.failures.append(e)
-            self.let_go()
+            if (problem := self.let_go()) is not None: self.stats.failures.append(problem)
             self.piped, self.processor, self.judging = False, None, None
             self.stats.why = f"the serial loop goes on alone: {e}"
             return self.block(gamma)
@@ -253,7 +259,7 @@ class _MirrorRun(_MirrorRun):
         if not self.piped: return super().verify(anchor, drafts, log_q, places, noise)
         c, wrapped, (how, note), at, between = self.cache, self.before(), self.form_of(len(drafts) + 1), places[0] - 1, self.between
         block, early, traces, began = mx.concatenate([mx.array([anchor], dtype=mx.int32), drafts])[None], self.plan.early, traces_of(self.model), time.perf_counter()
-        begin, booked, records = lambda given: self.launch_early(given, anchor, tokens, beliefs, at, began), self.booked(), None
+        begin, booked, guard = lambda given: self.launch_early(given, anchor, tokens, beliefs, at, began), self.booked(), Records(c._target, block.shape)
         try:
             if not early: self.launch(anchor, tokens, beliefs, at)
             if early:
@@ -270,7 +276,7 @@ class _MirrorRun(_MirrorRun):
             accepted = accepted.item()
             new, judged = tokens[:accepted] + [token.item()], time.perf_counter()
             if note is not None: note.append(1000 * (judged - began) if traces_of(self.model) == traces else float("inf"))
-            self.note("target", "suffix" if early else "verify", self.stats.spans[-1].end if early else began, judged)
+            self.note("target", "suffix" if early else "verify", self.reached if early else began, judged)
             keep = min(self.limit(new), accepted) + 1
             rollback(c._target, records, keep, keep=True)
             if keep < len(block[0]):
@@ -278,13 +284,13 @@ class _MirrorRun(_MirrorRun):
             self.took(keep, [h[:, :keep] for h in hidden], records, wrapped, logits[0])
         except BaseException:                                                    # an interrupt may come anywhere, right after the booking too
             self.unbook(booked)
-            if records is not None: self.restore(records, wrapped)                # else the forward has put its own half work back
+            self.restore(guard, wrapped)                                          # it may come after the forward and before `records` has a name
             raise
         mx.async_eval(self.cache._features[-1])                              # now: later it would wait behind the next block
         self.right, self.tried = 0.9 * self.right + accepted, 0.9 * self.tried + min(accepted + 1, len(drafts))
         return accepted, new, logprobs, time.perf_counter() - judged
 
-# %% ../nbs/24_mirror_sd.ipynb #e5a029b9
+# %% ../nbs/24_mirror_sd.ipynb #dafeb83b
 class _MirrorRun(_MirrorRun):
     def choose(self):
         if not self.piped: return super().choose()
@@ -316,6 +322,10 @@ class _MirrorRun(_MirrorRun):
         self.flying = self.drafted = None
         return self.processor.close(min(5.0, self.plan.timeout)) if self.opened and self.processor is not None else None
 
+    def leave(self):
+        self.let_go()
+        super().leave()
+
     def finish(self, failed):
         error, problem = sys.exc_info()[1], None
         try: problem = self.let_go()
@@ -328,7 +338,7 @@ class _MirrorRun(_MirrorRun):
                     if failed and error is not None: error.add_note(told)
                     else: warnings.warn(told, RuntimeWarning, stacklevel=2)
 
-# %% ../nbs/24_mirror_sd.ipynb #191d5a69
+# %% ../nbs/24_mirror_sd.ipynb #8cdbb209
 def stream_mirror(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft, bound or not; or an ANEDraftModel
@@ -354,7 +364,7 @@ def stream_mirror(
 
     Raises ValueError, naming the setting, before anything is computed; WorkerError when the processor fails."""
     if max_tokens == 0 or max_tokens < -1 or not isinstance(max_tokens, int): raise ValueError(f"max_tokens is {max_tokens!r}: at least 1, or -1 for no limit, is needed")
-    if prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size}: at least 1 token is needed")
+    if not isinstance(prefill_step_size, int) or prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size!r}: at least 1 token is needed")
     if draft is None: raise ValueError("draft is None: a pipeline needs one; speculate.stream_generate decodes without")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = prompt_ids(tokenizer, prompt, prompt_cache)
@@ -366,25 +376,32 @@ def stream_mirror(
     plan, sampling, (size, controller) = Plan(**plan), Sampling(temperature, top_p, top_k, min_p, seed, proposal), _check_size(block_size, draft, curve)
     block = draft.config.block_size if size is None else size
     if block < 2: raise ValueError(f"block_size is {block}: a pipeline needs at least 2, the anchor and a draft")
-    if sparse is not None and sparse.model is not model: raise ValueError("sparse is a SpecPrefill of another model")
+    _check_sparse(model, sparse, sparse_options)
+    _check_stats(stats, MirrorStats)
+    if processor is not None and not isinstance(processor, DraftProcessor): raise ValueError(f"processor is {processor!r:.80}: a DraftProcessor is needed, such as processor_for(draft)")
     _check_cache(probe := make_prompt_cache(model) if prompt_cache is None else prompt_cache, kv_bits)
     _check_kv(model, kv_bits, kv_group_size)
     if plan.early and plan.exit_layer is not None: _check_exit(model, plan.exit_layer)
     exit_layer = None if not plan.early else pick_exit_layer(draft.config.target_layer_ids) if plan.exit_layer is None else plan.exit_layer
     check_form(model, getattr(probe, '_target', probe), plan.verify, exit_layer)
     cache = prompt_cache if isinstance(prompt_cache, SpecCache) else SpecCache(model, draft, prompt_cache)
-    if cache._context is None: raise ValueError("the SpecCache was made without a draft: SpecCache(model, draft) keeps features for one")
+    _check_spec_cache(model, draft, cache)
     if not tokens and not cache.tokens: raise ValueError("the prompt is empty: at least one token is needed")
     processor = processor_for(draft) if processor is None else processor
-    lent = getattr(getattr(processor, 'draft', getattr(processor, 'ane', None)), '_lent', None)
+    theirs = getattr(processor, 'draft', getattr(processor, 'ane', None))
+    lent, reads = getattr(theirs, '_lent', None), getattr(getattr(theirs, 'config', None), 'target_layer_ids', None)
     if lent is not None and lent.target is not model: raise ValueError(f"the draft of {processor.name} is bound to another {type(lent.target).__name__}")
+    if reads is not None and list(reads) != list(draft.config.target_layer_ids): raise ValueError(f"the draft of {processor.name} reads layers {list(reads)}, this one {list(draft.config.target_layer_ids)}: it was made for another draft")
     if sparse is not None and not processor.takes(cache._context): raise ValueError(f"{processor.name} cannot go on from this draft's context, and a sparse prefill keeps no features: give the draft that it runs")
     stats = MirrorStats() if stats is None else stats
     if controller is not None: stats.curve = controller.curve
     kv = None if kv_bits is None else dict(quantized_kv_start=quantized_kv_start, kv_group_size=kv_group_size, kv_bits=kv_bits)
     run = _MirrorRun(model, draft, cache, sampling, logits_processors, controller, size, False, False, max_tokens, {*tokenizer.eos_token_ids, *stop_tokens}, prompt_cache is not None, kv, stats,
                      processor=processor, plan=plan, block=block)
-    read = (lambda: run.prefill_sparse(sparse, tokens, progress=progress, **(sparse_options or {}))) if sparse is not None and tokens else lambda: run.prefill(tokens, prefill_step_size, progress)
+    def read():
+        run.check_free()
+        if sparse is not None and tokens: run.prefill_sparse(sparse, tokens, progress=progress, **(sparse_options or {}))
+        else: run.prefill(tokens, prefill_step_size, progress)
     return _stream(run, tokenizer.detokenizer, read)
 
 def parallel_generate(

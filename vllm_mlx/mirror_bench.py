@@ -29,7 +29,7 @@ from .pipeline import MirrorStats, PipelineJudge
 from .processors import MLXDraftProcessor, ProcessDraftProcessor, processor_for
 from .speculate import SpecStats, prompt_ids, stream_generate
 
-# %% ../nbs/24b_mirror_bench.ipynb #61a9294c
+# %% ../nbs/24b_mirror_bench.ipynb #52c7c37f
 LOOPS = {"parallel": {}, "mirror": dict(early=True), "mirror, 3 branches": dict(early=True, branches=3)}   # name -> options of `stream_mirror`
 
 class _Loops:
@@ -41,7 +41,7 @@ class _Loops:
             return lambda ids: _run(stream_mirror(model, draft, tokenizer, ids, max_tokens=max_tokens, processor=processor, block_size=size, fall_back=fall_back, curve=curve, **dict(dict(verify=verify), **options)))
         self.phases = serial(block, profile=True)
         self.runs = {"plain": lambda ids: _run(_mlx_stream_generate(model, tokenizer, mx.array(ids), max_tokens)), f"serial {block}": serial(block), "serial kod": serial("kod")}
-        self.piped = {name + (f", draft on {where}" if len(processors) > 1 else ""): (p, o) for where, p in processors.items() for name, o in loops.items()}
+        self.piped = {name + (f", draft {where}" if len(processors) > 1 else ""): (p, o) for where, p in processors.items() for name, o in loops.items()}
         self.runs |= {name: piped(p, block, False, o) for name, (p, o) in self.piped.items()}
         self.runs["as it comes"] = piped(first, "kod", judge, next(iter(loops.values()), {}))
 
@@ -61,7 +61,7 @@ def _loop_row(stats):
                 hits={str(a): h for a, h in sorted(pooled.hits.items())}, branches=pooled.branches, useful=pooled.useful, dropped=pooled.dropped, serial_rounds=pooled.serial_rounds, seconds=clock,
                 share=clock["overlap"] / max(1e-9, min(clock["target"], clock["draft"])), why=stats[-1].why, failures=[repr(f) for f in pooled.failures])
 
-# %% ../nbs/24b_mirror_bench.ipynb #da8bd126
+# %% ../nbs/24b_mirror_bench.ipynb #3ca5b183
 def _check(draft, prompts_by_kind, max_tokens, turns, block):
     if not prompts_by_kind or not all(len(p) for p in prompts_by_kind.values()): raise ValueError("prompts_by_kind has no prompts, or a kind without any: {kind: [prompt, ...]} is needed")
     for name, value, least in (("turns", turns, 1), ("max_tokens", max_tokens, 2), ("block_size", block, 2)):
@@ -87,10 +87,10 @@ def bench_mirror(
     turns=5,         # that are timed
     block_size=4,    # anchor and drafts, of the serial loop and of the pipelines
     loops=None,      # {name: options of `stream_mirror`}; None: `LOOPS`
-    processors=None, # {name: DraftProcessor}: each loop runs with each; None: the draft on the CPU
+    processors=None, # {where: DraftProcessor}, as in "draft on the CPU": each loop runs with each; None: on the CPU
     verify="plain",  # form of the verification of all loops but mlx-lm's
     *,
-    limit_s=None,    # seconds: no further prompt after half of them, no turn that would not end in time
+    limit_s=None,    # seconds: no further prompt after half of what the first left, no turn that would not end in time
     say=None,        # called with lines of progress
     report=None,     # called with the result so far, after every prompt
 ):                   # dict for JSON: device, dtype, versions, draft, settings, speed, loops, costs, conditions, same, seconds
@@ -98,7 +98,7 @@ def bench_mirror(
     _check(draft, prompts_by_kind, max_tokens, turns, block_size)
     began, say, loops = time.perf_counter(), say or (lambda line: None), LOOPS if loops is None else loops
     prompts = [(kind, prompt_ids(tokenizer, ps[i])) for i in range(max(map(len, prompts_by_kind.values()))) for kind, ps in prompts_by_kind.items() if i < len(ps)]
-    ways, ids_of = _Loops(model, draft, tokenizer, max_tokens, block_size, loops, processors or {"the CPU": processor_for(draft)}, verify), dict(enumerate(prompts))
+    ways, ids_of = _Loops(model, draft, tokenizer, max_tokens, block_size, loops, processors or {"on the CPU": processor_for(draft)}, verify), dict(enumerate(prompts))
     kinds, wanted, differs, stats, apart, times, conditions = list(prompts_by_kind), {}, {}, {}, [], {}, {}
     result = _about(model, draft) | dict(settings=dict(prompts={k: len(p) for k, p in prompts_by_kind.items()}, max_tokens=max_tokens, turns=turns, block_size=block_size, loops={n: {k: v for k, v in o.items() if k != "processor"} for n, o in loops.items()}, verify=verify, limit_s=limit_s))
 
@@ -121,7 +121,7 @@ def bench_mirror(
     def compare(i, name, tokens): differs.setdefault(name, []).append(next((j for j, (a, b) in enumerate(zip(wanted[i], tokens)) if a != b), None if len(tokens) == len(wanted[i]) else min(len(tokens), len(wanted[i]))))
 
     for i, (kind, ids) in list(ids_of.items()):                              # not timed
-        if wanted and limit_s is not None and time.perf_counter() - began > limit_s / 2: del ids_of[i]; continue
+        if wanted and limit_s is not None and time.perf_counter() - began > (first_took + limit_s) / 2: del ids_of[i]; continue
         started = time.perf_counter()
         wanted[i] = ways.runs["plain"](ids)[0]
         for name, run in ways.runs.items():
@@ -133,10 +133,15 @@ def bench_mirror(
         if len(text) > (first := max(1, len(ids) - 1)) + 2 * draft.config.block_size: conditions.setdefault(kind, []).append(measure_conditions(model, draft, text, first))
         tell()
         took = time.perf_counter() - started if len(wanted) < 3 else max(took, time.perf_counter() - started)     # the first compiles: the longest of the others counts
+        if len(wanted) == 1: first_took = took
         say(f"prompt {i + 1} of {len(prompts)}, {kind}, not timed, after {time.perf_counter() - began:.0f} s")
     kinds = list(dict.fromkeys(k for k, _ in ids_of.values()))
     result["settings"]["prompts"] = {k: sum(kk == k for kk, _ in ids_of.values()) for k in kinds}
-    if len(ids_of) < len(prompts): say(f"{len(ids_of)} of {len(prompts)} prompts: half of the limit of {limit_s:.0f} s is over")
+    if len(ids_of) < len(prompts): say(f"{len(ids_of)} of {len(prompts)} prompts: half of what the first left of the limit of {limit_s:.0f} s is over")
+    if len(wanted) == 1 and turns and limit_s is not None and time.perf_counter() - began < limit_s:                # how long is it, once compiled?
+        started = time.perf_counter()
+        for name, run in ways.runs.items(): compare(0, name, run(ids_of[0][1])[0])
+        took = time.perf_counter() - started
     took *= len(ids_of)
     for turn in range(turns):
         if limit_s is not None and time.perf_counter() - began + took > limit_s:
@@ -157,7 +162,7 @@ def bench_mirror(
         say(f"turn {turn + 1} of {turns} took {took:.0f} s: " + ", ".join(f"{r['name']} {r['tokens_per_second'][0]:.1f}" for r in result["speed"] if r["kind"] == ("all" if len(kinds) > 1 else kinds[0])))
     return tell()
 
-# %% ../nbs/24b_mirror_bench.ipynb #e523ca67
+# %% ../nbs/24b_mirror_bench.ipynb #69b8dd3b
 _num = lambda v, f="{:.2f}": "" if v is None else f"{f.format(v[0])} ({f.format(v[1])} to {f.format(v[2])})" if isinstance(v, (list, tuple)) else f.format(v)
 
 def mirror_table(
@@ -176,9 +181,11 @@ def mirror_table(
 def cost_table(
     result, # of `bench_mirror`
 ):          # Markdown
-    "What the phases of each pipeline cost, in milliseconds, and how much the two sides slow each other down."
+    "What the phases of the serial loop (one after the other) and of each pipeline cost, in milliseconds, and how much the two sides slow each other down."
     rows, ms = ["| loop | plain step | verify | prefix | draft | draft ahead | target slower | draft slower |", "|---|---|---|---|---|---|---|---|"], lambda s: f"{1000 * s:.1f}"
-    for n, c in result["costs"].items(): rows.append(f"| {n} | " + (f"{c['missing']} | | | | | | |" if "missing" in c else " | ".join((*(ms(c[k]) for k in ("plain", "verify", "prefix", "draft", "ahead")), f"{c['slow_target']:.2f}", f"{c['slow_draft']:.2f}")) + " |"))
+    if (s := result.get("serial")): rows.append(f"| the serial loop's | | {ms(s['verify'])} | | {ms(s['draft'])} | | | |")
+    timed = bool(result["speed"])                                            # else no plain step was
+    for n, c in result["costs"].items(): rows.append(f"| {n} | " + (f"{c['missing']} | | | | | | |" if "missing" in c else " | ".join((ms(c["plain"]) if timed else "", *(ms(c[k]) for k in ("verify", "prefix", "draft", "ahead")), f"{c['slow_target']:.2f}", f"{c['slow_draft']:.2f}")) + " |"))
     return "\n".join(rows)
 
 def condition_table(
@@ -192,11 +199,17 @@ def plot_mirror(
     result, # of `bench_mirror`
 ):          # Picture; data: values, loop -> times the speed of plain decoding
     "What each loop is worth. Raises ValueError when no speed was measured."
-    from vllm_mlx.plots import plot_bars
+    from vllm_mlx.plots import COLORS, plot_bars
     kinds = [r["kind"] for r in result["speed"]]
     if not kinds: raise ValueError("no turn was timed: there is no speed to draw")
-    short = lambda name: name.replace(", draft on ", "\n").replace("mirror, 3 branches", "3 br.").replace("the ", "").replace("a process", "process") if "," in name else name.replace(" ", "\n", 1)
-    return plot_bars({short(r["name"]): r["over_plain"][0] for r in result["speed"] if r["kind"] == ("all" if "all" in kinds else kinds[0])}, "times the speed of mlx-lm", fmt="{:.2f}")
+    short = lambda name: name.replace(", draft ", "\n").replace("mirror, 3 branches", "mirror,\n3 branches").replace("the ", "").replace("a process", "process") if "," in name else name.replace(" ", "\n", 1)
+    rows = [r for r in result["speed"] if r["kind"] == ("all" if "all" in kinds else kinds[0])]
+    fig = plot_bars({short(r["name"]): r["over_plain"][0] for r in rows}, "times the speed of mlx-lm", fmt="{:.2f}", title=f"{result.get('model', '')} on {result['device']}, {result['dtype']}".removeprefix(" on "))
+    looks = dict(plain=dict(color=COLORS["dropped"]), serial=dict(color=COLORS["target"]), parallel=dict(color=COLORS["draft"]), mirror=dict(color=COLORS["draft"], alpha=0.6), **{"as it comes": dict(color=COLORS["kept"])})
+    for bar, r in zip(fig.axes[0].patches, rows):
+        bar.set(**next((l for n, l in looks.items() if r["name"].startswith(n)), {}), hatch="..." if "branches" in r["name"] else "", edgecolor="white")
+    fig.axes[0].axhline(1, color="black", lw=0.8, ls=":")
+    return fig
 
 def where_from(
     result, # of the command below
@@ -205,7 +218,7 @@ def where_from(
     s = result["settings"]
     return f"{result['device']}, {result['dtype']}, {result.get('date', '')}; {sum(s['prompts'].values())} prompts, answers of {s['max_tokens']} tokens, {max((r['turns'] for r in result['speed']), default=0)} turns (median, lowest and highest): `{result.get('command', '')}`" + (f" ({result['note']})" if 'note' in result else "")
 
-# %% ../nbs/24b_mirror_bench.ipynb #3bf56d03
+# %% ../nbs/24b_mirror_bench.ipynb #8a62bb1e
 def record_timeline(
     model, draft, tokenizer, prompt, # as in `stream_mirror`
     max_tokens=24,
@@ -221,7 +234,7 @@ def record_timeline(
     return _about(model, draft) | dict(spans=[[s.round, s.side, s.what, round(1000 * (s.begin - zero), 3), round(1000 * (s.end - zero), 3)] for s in stats.spans], processor=stats.processor, same=tokens == plain,
                                        block_sizes=stats.block_sizes, acceptance_lengths=stats.acceptance_lengths, hits={str(a): h for a, h in sorted(stats.hits.items())}, clock=stats.clock())
 
-PLACES = dict(cpu=("the CPU", processor_for), gpu=("the GPU", MLXDraftProcessor), process=("a process", lambda draft: ProcessDraftProcessor(draft, mx.default_device())))    # word of --draft-on -> (name, DraftProcessor of a draft)
+PLACES = dict(cpu=("on the CPU", processor_for), gpu=("on the GPU", MLXDraftProcessor), process=("in a process", lambda draft: ProcessDraftProcessor(draft, mx.default_device())))    # word of --draft-on -> (where, DraftProcessor of a draft)
 
 def add_bench_options(
     parser, # argparse.ArgumentParser
@@ -240,7 +253,7 @@ def add_bench_options(
     add("--loops", metavar="L;L", help=f"of {'; '.join(LOOPS)}; separated by semicolons, as one has a comma in it (default: all)")
     add("--draft-on", default="cpu", metavar="D,D", help="of cpu (a thread where that is MLX's default device, else a process), gpu, process (on MLX's default device) (default: %(default)s)")
     add("--verify", default="plain", metavar="F", help="form of the verification: plain, layers, whole or auto (default: %(default)s)")
-    add("--limit", type=float, metavar="S", help="seconds after which no turn is begun")
+    add("--limit", type=float, metavar="S", help="seconds after which no turn is begun; the first pass over a prompt, which is not timed and compiles, may take longer")
     add("--timeline", action="store_true", help="record one run of `mirror` instead, round by round")
     add("--out", metavar="FILE", help="JSON file, written after every prompt")
 

@@ -15,7 +15,7 @@ import numpy as np
 from .kod import expected_tokens
 from .processors import Span
 
-# %% ../nbs/24a_mirror_simulation.ipynb #2cf21b4b
+# %% ../nbs/24a_mirror_simulation.ipynb #b4c9d241
 @dataclass
 class Costs:
     "Seconds of each phase, alone on the machine. Raises ValueError for times that cannot be."
@@ -34,6 +34,7 @@ class Costs:
         for name in ('verify', 'draft', 'ahead', 'plain'):
             if not 0 < getattr(self, name) < math.inf: raise ValueError(f"{name} is {getattr(self, name)!r}: seconds above 0 are needed")
         if not 0 <= self.prefix <= self.verify: raise ValueError(f"prefix is {self.prefix!r}: 0 to {self.verify}, the whole verification, is possible")
+        if not 0 <= self.over < math.inf: raise ValueError(f"over is {self.over!r}: 0 seconds or more are needed")
         for name in ('slow_target', 'slow_draft'):
             if not 1 <= getattr(self, name) < math.inf: raise ValueError(f"{name} is {getattr(self, name)!r}: at least 1 is needed")
 
@@ -91,7 +92,7 @@ def run_both(
     if left > 0 and d_began is not None and now > d_began: out.append(("draft", "ahead", d_began, now))
     return now, out, left
 
-# %% ../nbs/24a_mirror_simulation.ipynb #a0c7eed3
+# %% ../nbs/24a_mirror_simulation.ipynb #4f5a856b
 def play(
     c,           # Costs
     alpha,       # acceptance probability of a fresh draft, 0 to 1
@@ -102,8 +103,10 @@ def play(
     tokens=4000, # to emit
     seed=0,
 ):               # Played
-    "Play a loop through. Raises ValueError for probabilities that are none."
+    "Play a loop through. Raises ValueError for probabilities and numbers that are none."
     alpha_ahead = alpha if alpha_ahead is None else alpha_ahead
+    for name, n in dict(block=block, tokens=tokens).items():
+        if not isinstance(n, (int, np.integer)) or n < 1: raise ValueError(f"{name} is {n!r}: a whole number of at least 1 is needed")
     for name, p in dict(alpha=alpha, alpha_ahead=alpha_ahead, hit=hit).items():
         if p is not None and not 0 <= p <= 1: raise ValueError(f"{name} is {p!r}: 0 to 1 is needed")
     luck, chance, out, now, ready = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1]), Played(), 0.0, False     # the same luck for every loop
@@ -153,8 +156,8 @@ def costs_of(
     slow = max(1.0, ahead / (fresh * branches))
     return Costs(alone, fresh, ahead / slow, prefix * alone / beside, plain, over, max(1.0, beside / alone), slow)
 
-# %% ../nbs/24a_mirror_simulation.ipynb #8371486b
-CLAIMED = {"27B on ANE, drafted before verification [claimed]": (0.192 / 0.163, 0.55), "27B on ANE, early exit [claimed]": (0.192 / 0.163, 0.33)} # (draft / verify, hit rate)
+# %% ../nbs/24a_mirror_simulation.ipynb #b558ea95
+CLAIMED = {"draft on ANE, 27B target, before verification [claimed]": (0.192 / 0.163, 0.55), "draft on ANE, 27B target, early exit [claimed]": (0.192 / 0.163, 0.33)} # (draft / verify, hit rate)
 
 def gain_map(
     ratios,    # draft / verify time
@@ -176,26 +179,30 @@ def gain_map(
 
 def plot_gain(
     gain, ratios, hits, # of `gain_map`; the ratios rising by one factor
-    points=None,        # {name: (ratio, hit rate)} to mark
+    points=None,        # {name: (ratio, hit rate)} to mark; those that lie together share a mark
 ):                      # Picture; data: also points {name: (column, row)}
     "The map, with points on it."
     from vllm_mlx.plots import COLORS, plot_heatmap
-    fig = plot_heatmap(gain, [f"{h:.2g}" for h in hits], [f"{r:.2g}" for r in ratios], "time of a draft / of a verification", "hit rate", label="speed over the serial loop", vmin=0.6, vmax=1.8, height=3.2)
-    ax, where = fig.axes[0], {}
-    for i, (name, (r, h)) in enumerate((points or {}).items()):
-        mark, where[name] = "*^sDvoPX<>ph8d"[i % 14], (float(np.interp(math.log(r), np.log(ratios), range(len(ratios)))), float(np.interp(h, hits, range(len(hits)))))
-        ax.plot(*where[name], mark, ms=9, color=COLORS["draft"], markeredgecolor="white", label=name)
+    fig = plot_heatmap(gain, [f"{h:.2g}" for h in hits], [f"{r:.3g}" for r in ratios], "time of a draft / of a verification", "hit rate", label="speed over the serial loop", vmin=0.6, vmax=2.0, height=3.2)
+    ax, where, marks = fig.axes[0], {n: (float(np.interp(math.log(r), np.log(ratios), range(len(ratios)))), float(np.interp(h, hits, range(len(hits))))) for n, (r, h) in (points or {}).items()}, []
+    for name, at in where.items():
+        near = next((m for m in marks if math.dist(m[0], at) < 0.2), None)
+        if near is None: marks.append((at, [name]))
+        else: near[1].append(name)
+    for i, (at, names) in enumerate(marks): ax.plot(*at, "*^sDvoPX<>ph8d"[i % 14], ms=8, color=COLORS["draft"], markeredgecolor="white", label="\n".join(names))
     ax.invert_yaxis()
-    if where: ax.legend(fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, ncols=1 if len(where) < 4 else 2)
+    for t in ax.texts if where else (): t.set(y=t.get_position()[1] + 0.3, x=t.get_position()[0] + 0.25)     # out of the marks' way
+    if where: ax.legend(fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, ncols=1 if len(marks) < 4 else 2)
     fig.data["points"] = where
     return fig
 
-# %% ../nbs/24a_mirror_simulation.ipynb #537a72d5
+# %% ../nbs/24a_mirror_simulation.ipynb #5ae8c925
 def alpha_of(
     tokens, # a round, 1 to block
     block,  # anchor and drafts
 ):          # acceptance probability, 0 to 1
     "The probability that gives so many tokens a round: `expected_tokens` the other way round."
+    if tokens >= block: return 1.0
     low, high = 0.0, 1.0
     for _ in range(40):
         mid = (low + high) / 2

@@ -6,8 +6,8 @@
 __all__ = ['Job', 'crossing', 'WorkerError', 'DraftProcessor', 'MLXDraftProcessor', 'ProcessDraftProcessor', 'ANEDraftProcessor',
            'processor_for', 'Span', 'covered', 'overlap', 'plot_timeline']
 
-# %% ../nbs/23c_processors.ipynb #ec3cd8fd
-import contextlib, queue, threading, time
+# %% ../nbs/23c_processors.ipynb #eb474cad
+import atexit, contextlib, math, os, queue, threading, time, weakref
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from .dflash import DraftCache
 from .draft_process import DraftProcess, ProcessLost, _through_numpy, copy_context, copy_draft
 from .graphs import owned
 
-# %% ../nbs/23c_processors.ipynb #163e3288
+# %% ../nbs/23c_processors.ipynb #da9a2ed3
 @dataclass
 class Job:
     "What a processor is asked for."
@@ -27,6 +27,8 @@ class Job:
     provisional: object = None # (1, L, F) early features of the block under way
     top: int = 1            # tokens a place in the beliefs
     logits: bool = False
+    unwanted: bool = False  # set when nobody waits for it any more
+    context: object = None  # of the generation that asks, where it lies in this process
 
 _crossings = {}    # device type -> stream
 
@@ -38,38 +40,62 @@ def crossing():
 
 class WorkerError(RuntimeError): "The draft failed, or gave no answer in time."
 
+def _wait_for_end(thread, timeout=1.0):
+    "The system's thread outlives Python's by a moment, in which MLX lets go of Python objects: if the interpreter ends just then, the process is aborted."
+    until = time.perf_counter() + timeout
+    if not os.path.isdir("/proc/self/task"): time.sleep(0.01); return         # not to be seen here
+    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.perf_counter() < until: time.sleep(0.0002)
+
 class DraftProcessor:
     "Works in a thread of its own between `open` and `close`. Subclasses say what is done where."
     most = 8      # branches of a job
     apart = True  # False: it works on the cores that the target computes on, and what it does is taken from the target
     ready = True  # False: `open` has to wait for something that takes seconds
 
-    def __init__(self, name): self.name, self.thread, self.busy, self.dropped, self.lost, self._stop = name, None, False, False, False, threading.Event()
+    several = True # whether a new thread may begin while one that was left behind is still at work
+
+    def __init__(self, name): self.name, self.thread, self.left, self.busy, self.dropped, self.lost, self._job, self._stop = name, None, None, False, False, False, None, threading.Event()
 
     def prepare(self, job): return job               # asking thread
     def work(self, job): raise NotImplementedError   # worker: [Proposal], or what `finish` makes them from
     def finish(self, out): return out                # asking thread: [Proposal]
     def takes(self, context): return True            # whether it can go on from the draft's context; else it is given features
     def take_over(self, context): pass               # asking thread, at `open`
-    def around(self): return contextlib.nullcontext() # worker: what all its work happens in
+    def give_back(self, over): pass                  # asking thread, at `close` and after an `open` that failed anywhere; `over`: no thread is left at work
+    def stuck(self, thread, timeout): pass           # asking thread, when a thread did not end: what was done about it
+    def around(self): return contextlib.nullcontext() # made by the asking thread, entered by the worker: what all its work happens in
     def give_up(self): pass                          # asking thread: the job under way is not wanted any more
     def timed(self, job):                            # worker: (what `work` gives, begin, end)
         began = time.perf_counter()
         return self.work(job), began, time.perf_counter()
 
+    @property
+    def in_use(self): return self.thread is not None and self.thread.is_alive()
+
     def open(self,
         context=None, # the draft's context so far; None: an empty one
     ):
-        "Start the thread. Raises RuntimeError when it runs already."
-        if self.thread is not None: raise RuntimeError(f"{self.name} is in use: close it first")
-        self.take_over(context)
-        self._in, self._out, self.busy, self.dropped, self.lost = queue.SimpleQueue(), queue.SimpleQueue(), False, False, False
-        self._stop.clear()
-        self.thread = threading.Thread(target=self._loop, args=(self._in, self._out), name=f"draft on {self.name}", daemon=True)
-        self.thread.start()
+        "Start the thread. Raises RuntimeError when it runs already, WorkerError when it cannot be started. Whatever it raises, nothing stays open."
+        if self.in_use: raise RuntimeError(f"{self.name} is in use: close it first")
+        self.close(0.0)                                                      # of a thread that ended by itself
+        if not self.several and self.left is not None and self.left.is_alive(): raise WorkerError(f"{self.name} is still at a job that nobody waited for")
+        self._in, self._out, self._stop, self._job = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event(), None
+        self.busy = self.dropped = self.lost = False
+        try:
+            self.take_over(context)
+            thread = threading.Thread(target=self._loop, args=(self._in, self._out, self.around()), name=f"draft on {self.name}", daemon=True)
+            thread.drafts = True
+            self.thread = thread
+            _open.add(self)
+            try: thread.start()
+            except RuntimeError as e: raise WorkerError(f"the draft on {self.name} could not be started: {e!r}") from e
+        except BaseException:                                                # an interrupt may come anywhere
+            if self.thread is None: self.give_back(True)
+            else: self.close()
+            raise
 
-    def _loop(self, jobs, done):
-        with self.around():
+    def _loop(self, jobs, done, around):
+        with around:
             while (job := jobs.get()) is not None:
                 out, failed, began = None, None, time.perf_counter()
                 try: out, began, ended = self.timed(job)
@@ -78,35 +104,44 @@ class DraftProcessor:
                 job = None
 
     def start(self, job):
-        "Hand over a job. Raises RuntimeError when one is under way."
+        "Hand over a job. Raises RuntimeError when one is under way, and when none can be."
         if self.thread is None or self.busy or self.lost: raise RuntimeError(f"{self.name} is {'lost' if self.lost else 'busy' if self.busy else 'not open'}")
         with crossing(): job = self.prepare(job)
-        self.busy = True
+        self._job, self.busy = job, True
         self._in.put(job)
+
+    def _answer(self, timeout):
+        "What the worker put out, None if it takes longer. Raises WorkerError where none can come."
+        until = math.inf if timeout is None else time.perf_counter() + timeout
+        while True:
+            with contextlib.suppress(queue.Empty): return self._out.get(timeout=min(1.0, max(0.0, until - time.perf_counter())))
+            if self.thread is None or not self.thread.is_alive() and self._out.empty():
+                self.lost = True
+                raise WorkerError(f"the draft on {self.name} {'was closed' if self.thread is None else 'ended without an answer'}")
+            if time.perf_counter() >= until: return None
 
     def join(self,
         timeout=None, # seconds; None: for ever
     ):                # ([Proposal], (begin, end) of the work)
-        "Wait for the job. Raises WorkerError, from what the worker raised."
-        try: out, failed, *span = self._out.get(timeout=timeout)
-        except queue.Empty:
+        "Wait for the job. Raises WorkerError, from what the worker raised; RuntimeError when no job is under way."
+        if not self.busy: raise (RuntimeError if self.thread is not None else WorkerError)(f"{self.name} {'has no job under way' if self.thread is not None else 'is not open'}")
+        if (answer := self._answer(timeout)) is None:
             self.lost = True
-            raise WorkerError(f"the draft on {self.name} gave no answer in {timeout:g} s") from None
-        self.busy = False
+            raise WorkerError(f"the draft on {self.name} gave no answer in {timeout:g} s")
+        (out, failed, *span), self.busy = answer, False
         if failed is not None: raise WorkerError(f"the draft on {self.name} failed: {failed!r}") from failed
         return self.finish(out), tuple(span)
 
     def drop(self):
         "Nobody waits for the job under way any more. It stays under way until `settle` says otherwise."
-        if self.busy and not self.dropped: self.dropped = True; self.give_up()
+        if self.busy and not self.dropped: self.dropped = self._job.unwanted = True; self.give_up()
 
     def settle(self,
         timeout=0.0, # seconds to wait
     ):               # (begin, end, whether it was done to its end) of a dropped job that is over now, None when there is none
         "Be done with a dropped job. Raises WorkerError for one that failed."
-        if not (self.busy and self.dropped): return None
-        try: out, failed, *span = self._out.get(timeout=timeout) if timeout else self._out.get_nowait()
-        except queue.Empty: return None
+        if not (self.busy and self.dropped) or (answer := self._answer(timeout)) is None: return None
+        out, failed, *span = answer
         self.busy = self.dropped = False
         if failed is not None and not isinstance(failed, Cancelled): raise WorkerError(f"the draft on {self.name} failed: {failed!r}") from failed
         return *span, failed is None
@@ -114,16 +149,34 @@ class DraftProcessor:
     def close(self,
         timeout=5.0, # seconds to wait for work under way
     ):               # what went wrong and was not told yet, or None
-        "End the thread. One that hangs is let go: it ends with its work."
-        if self.thread is None: return None
+        "End the thread. One that hangs is let go: it ends with its work. From that thread itself, in which the cyclic collector may run, it is told to end and not waited for."
+        thread, told, failed = self.thread, None, None
+        if thread is None: return None
+        if self._job is not None: self._job.unwanted = True
         self._stop.set()
         self._in.put(None)
-        self.thread.join(timeout)
-        alive, failed = self.thread.is_alive(), None
+        own = thread is threading.current_thread()
+        try:
+            if thread.ident is not None and not own:
+                thread.join(timeout)
+                if not thread.is_alive(): _wait_for_end(thread)
+            if late := thread.is_alive() and not own: told = self.stuck(thread, timeout)
+        finally:                                                             # a second interrupt may end the waiting
+            self.left = thread if thread.is_alive() else None
+            self.thread, self._job, self.busy, self.dropped = None, None, False, False
+            _open.discard(self)
+            self.give_back(self.left is None)
         while not self._out.empty(): failed = self._out.get()[1] or failed
-        self.thread, self.busy, self.dropped = None, False, False
-        if alive: return WorkerError(f"the draft on {self.name} did not end in {timeout:g} s; its thread is left to itself")
+        if late: return WorkerError(f"the draft on {self.name} did not end in {timeout:g} s; {told or 'its thread is left to itself'}")
         return None if isinstance(failed, Cancelled) else failed
+
+_open = weakref.WeakSet()                                                    # processors with a thread
+
+@atexit.register
+def _close_all():
+    "A daemon thread that is inside of MLX when the interpreter ends would abort the process."
+    for p in list(_open):
+        with contextlib.suppress(Exception): p.close()
 
 # %% ../nbs/23c_processors.ipynb #939da6f7
 _IDLE_STREAMS = {}      # device -> streams without a thread
@@ -135,7 +188,7 @@ def _stream_on(device):
 def _is_cpu(device): return device == mx.Device(mx.cpu, 0)
 def _name_of(device): return "the CPU" if _is_cpu(device) else "the GPU"
 
-# %% ../nbs/23c_processors.ipynb #3005038f
+# %% ../nbs/23c_processors.ipynb #a1490361
 class MLXDraftProcessor(DraftProcessor):
     "An MLX draft in a thread of its own, on a stream of its own of MLX's default device."
     def __init__(self,
@@ -161,33 +214,33 @@ class MLXDraftProcessor(DraftProcessor):
     def takes(self, context): return isinstance(context, DraftCache)
 
     def take_over(self, context):
+        self._stream = _stream_on(self.device)
         self.context = self.draft.make_cache() if context is None else copy_context(context, self.draft.dtype) if self.copies else context.copy()
         mx.eval(self.context.state)
 
+    def give_back(self, over):
+        "A thread that is left at work keeps its stream."
+        if over and self._stream is not None: _IDLE_STREAMS[str(self.device)].append(self._stream)
+        self._stream = None
+
     def prepare(self, job):
-        job.features = [(self._over(f), at) for f, at in job.features]
+        job.features, job.context = [(self._over(f), at) for f, at in job.features], self.context
         if job.provisional is not None: job.provisional = self._over(job.provisional)
         return job
 
     def open(self, context=None):
         "Start the thread. Raises RuntimeError when it runs already, and when MLX's default device is another one by now."
         if mx.default_device() != self.device: raise RuntimeError(f"MLX's default device is {mx.default_device()}, and this processor was made for {self.device}: a thread on it would move everything else there; a ProcessDraftProcessor does not")
-        self._stream = self._stream or _stream_on(self.device)
         super().open(context)
 
     def around(self): return mx.stream(self._stream)
 
     def work(self, job):
-        for f, at in job.features: self.draft.extend(f, self.context, at)
-        mx.eval(self.context.state)
-        return draft_branches(self.draft, self.context, job.branches, job.provisional, job.top, job.logits, lambda: self._stop.is_set() or self.dropped)
+        for f, at in job.features: self.draft.extend(f, job.context, at)
+        mx.eval(job.context.state)
+        return draft_branches(self.draft, job.context, job.branches, job.provisional, job.top, job.logits, lambda: job.unwanted)
 
-    def close(self, timeout=5.0):
-        thread, stream, failed = self.thread, self._stream, super().close(timeout)
-        if thread is not None and not thread.is_alive(): _IDLE_STREAMS[str(self.device)].append(stream); self._stream = None
-        return failed
-
-# %% ../nbs/23c_processors.ipynb #1db59a36
+# %% ../nbs/23c_processors.ipynb #715484d7
 class ProcessDraftProcessor(DraftProcessor):
     "A copy of an MLX draft in a process of its own: on any device, beside a target on any other, or the same."
     def __init__(self,
@@ -197,19 +250,19 @@ class ProcessDraftProcessor(DraftProcessor):
         threads=None,     # of its matrix products on a CPU; None: the cores, less one
         process=None,     # DraftProcess of this draft to use; None: a new one
     ):
-        self.draft, self._options, self.process, self._mine = draft, (device, dtype, threads), process, False
+        self.draft, self._options, self.process, self._me = draft, (device, dtype, threads), process, object()
         if process is None or not (process.alive and process.holds(draft)): self.process = DraftProcess(draft, *self._options)
         super().__init__(f"{_name_of(self.process.device)}, in a process of its own")
         self.apart = not (_is_cpu(self.process.device) and _is_cpu(mx.default_device()))
 
     def _claim(self):
         "A process that lives, has these weights, and is nobody else's meanwhile."
-        if self.process.claim():
+        if self.process.claim(self._me):
             if self.process.alive and self.process.holds(self.draft): return
             self.process.end()
-            self.process.release()
+            self.process.release(self._me)
         self.process = DraftProcess(self.draft, *self._options)
-        self.process.claim()
+        self.process.claim(self._me)
 
     @property
     def ready(self): return self.process.ready and self.process.alive
@@ -218,12 +271,17 @@ class ProcessDraftProcessor(DraftProcessor):
 
     def take_over(self, context):
         self._claim()
-        try:
-            self.process.open(context)
-            self._mine = True
+        try: self.process.open(context)
         except Exception as e: raise WorkerError(f"the draft on {self.name} could not be started: {e!r}") from e
-        finally:
-            if not self._mine: self.process.release()
+
+    def give_back(self, over):
+        if not over: self.process.end()
+        self.process.release(self._me)
+
+    def stuck(self, thread, timeout):
+        self.process.end()
+        thread.join(timeout)
+        return None if thread.is_alive() else "its process was ended"
 
     def prepare(self, job):
         over = lambda a: np.array(a.astype(mx.float32))
@@ -237,18 +295,12 @@ class ProcessDraftProcessor(DraftProcessor):
 
     def close(self, timeout=5.0):
         if self.busy: self.process.cancel()
-        thread, failed = self.thread, super().close(timeout)
-        if thread is not None and thread.is_alive():                      # then `failed` says so
-            self.process.end()
-            thread.join(timeout)
-            if not thread.is_alive(): failed = WorkerError(f"the draft on {self.name} did not end in {timeout:g} s; its process was ended")
-        if self._mine: self._mine = False; self.process.release()
-        return failed
+        return super().close(timeout)
 
-# %% ../nbs/23c_processors.ipynb #cfed883d
+# %% ../nbs/23c_processors.ipynb #22e32b09
 class ANEDraftProcessor(DraftProcessor):
     "`prepare_forward`, `run_kernels` in the thread, `read_output`. No MLX call is made in the thread."
-    most = 1
+    most, several = 1, False                                                 # the programs have one set of buffers
     def __init__(self,
         ane,       # ane.draft.ANEDraftModel with its weights loaded, or what has its interface
     ):

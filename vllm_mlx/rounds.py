@@ -106,7 +106,7 @@ class SpecResponse(GenerationResponse):
     block_size: int = 1       # of the round that gave this token; 1: a plain step
     stats: SpecStats = None
 
-# %% ../nbs/14b_rounds.ipynb #af800422
+# %% ../nbs/14b_rounds.ipynb #530bccbc
 class _Run:
     "One generation on one SpecCache."
     def __init__(self, model, draft, cache, sampling, processors=(), controller=None, size=None, exact=False, profile=False, max_tokens=-1, stops=(), shared=True, kv=None, stats=None, how='plain'):
@@ -191,6 +191,13 @@ class _Run:
         for _, records, *_ in self.trail:
             if records is not None: records.release()
         self.trail.clear()
+
+    left_behind = False
+
+    def leave(self):
+        "End in a thread that must not call MLX: what is left to do is done by whoever looks at the cache next."
+        self.left_behind = self.shared
+        if not self.shared: self.release(); self.cache._run = None
 
     def finish(self, failed):
         c = self.cache

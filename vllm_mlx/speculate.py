@@ -6,8 +6,8 @@
 __all__ = ['prompt_ids', 'stream_generate', 'generate', 'bench_speculate', 'bench_proposals', 'best_proposal', 'proposals_table',
            'KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
-# %% ../nbs/15_speculate.ipynb #8b988e51
-import inspect, time
+# %% ../nbs/15_speculate.ipynb #338cf74b
+import atexit, contextlib, inspect, threading, time, weakref
 from contextlib import ExitStack, nullcontext
 
 import mlx.core as mx
@@ -54,13 +54,14 @@ def prompt_ids(
     ids = list(out["input_ids"] if hasattr(out, "keys") else out)
     return cache.rest_of(ids) if isinstance(cache, SpecCache) and cache.tokens else ids
 
-# %% ../nbs/15_speculate.ipynb #f7481d58
+# %% ../nbs/15_speculate.ipynb #8fb24f3a
 def _check_draft(model, draft):
     lent = getattr(draft, '_lent', draft)
     if lent is None: draft.bind(model)
     elif lent is not draft and lent.target is not model: raise ValueError(f"the draft is bound to another {type(lent.target).__name__}: call draft.bind(model), or load it for this one")
 
 def _check_cache(cache, kv_bits):
+    if isinstance(cache, SpecCache) and cache._run is not None and cache._run.left_behind: cache._run.finish(False)      # one that the cyclic collector ended where no MLX call may be made
     if isinstance(cache, SpecCache) and cache._run is not None: raise ValueError("another generation is under way on this cache: close it first")
     for place, leaf in cache_leaves(cache._target if isinstance(cache, SpecCache) else cache):
         name = f"{type(leaf).__name__} in slot {'.'.join(map(str, place))}"
@@ -85,6 +86,17 @@ def _check_spec_cache(model, draft, cache):
     if cache._ids != list(c.target_layer_ids): raise ValueError(f"the SpecCache keeps features of layers {cache._ids}, this draft reads {list(c.target_layer_ids)}: it was made for another draft")
     if rows is not None and len(rows) != c.num_hidden_layers: raise ValueError(f"the SpecCache holds the context of a draft with {len(rows)} layers, this draft has {c.num_hidden_layers}: it was made for another draft")
 
+def _check_sparse(model, sparse, options):
+    if sparse is None: return
+    if sparse.model is not model: raise ValueError("sparse is a SpecPrefill of another model")
+    takes = inspect.signature(sparse.prefill).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (bad := [k for k in options or {} if k not in takes or k in ('self', 'tokens', 'prompt_cache', 'progress')]): raise ValueError(f"sparse_options has {bad[0]!r}, which prefill of SpecPrefill does not take")
+
+def _check_stats(stats, kind):
+    if stats is None: return
+    if not isinstance(stats, kind): raise ValueError(f"stats is a {type(stats).__name__}: a {kind.__name__} is needed")
+    if stats.finish_reason is not None: raise ValueError(f"stats is of a generation that has ended ({stats.finish_reason}): a new {kind.__name__} is needed")
+
 def _check_size(block_size, draft, curve, memory=None):
     "(fixed size or None, BlockController or None); `memory` None: a new one."
     if draft is None: return None, None
@@ -94,7 +106,7 @@ def _check_size(block_size, draft, curve, memory=None):
     if not isinstance(size, int) or size < 1: raise ValueError(f"block_size is {block_size!r}: 'kod', None for the trained size ({trained}), or at least 1 is needed")
     return size, None
 
-# %% ../nbs/15_speculate.ipynb #4ad39ebc
+# %% ../nbs/15_speculate.ipynb #b76a1335
 def stream_generate(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft; None: plain decoding, through the same loop
@@ -124,16 +136,15 @@ def stream_generate(
     Block sizes that "kod" chooses follow the clock and earlier requests. The text does not: with temperature 0, and with a seed under greedy and shared proposals, it is the target's for any sizes (in bfloat16 up to ties). Sampled proposals keep the distribution, but a seed gives the same text only with a fixed block_size.
     After every yield a SpecCache shows exactly the emitted tokens; so does a cache list once the generator has ended, was closed, or has raised."""
     if max_tokens == 0 or max_tokens < -1 or not isinstance(max_tokens, int): raise ValueError(f"max_tokens is {max_tokens!r}: at least 1, or -1 for no limit, is needed")
-    if prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size}: at least 1 token is needed")
+    if not isinstance(prefill_step_size, int) or prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size!r}: at least 1 token is needed")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = prompt_ids(tokenizer, prompt, prompt_cache)
     vocab = vocab_size(model)
     if bad := [t for t in stop_tokens if not isinstance(t, (int, np.integer))]: raise ValueError(f"stop_tokens has {bad[0]!r}: token ids are needed")
     if vocab and (bad := [t for t in tokens if not 0 <= t < vocab]): raise ValueError(f"token id {bad[0]} is outside of the model's vocabulary of {vocab:,}")
     if draft is not None: _check_draft(model, draft)
-    if sparse is not None and sparse.model is not model: raise ValueError("sparse is a SpecPrefill of another model")
-    takes = {} if sparse is None else inspect.signature(sparse.prefill).parameters
-    if sparse is not None and not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (bad := [k for k in sparse_options or {} if k not in takes or k in ('self', 'tokens', 'prompt_cache', 'progress')]): raise ValueError(f"sparse_options has {bad[0]!r}, which prefill of SpecPrefill does not take")
+    _check_sparse(model, sparse, sparse_options)
+    _check_stats(stats, SpecStats)
     if verify is None: verify = 'auto' if gdn_backend() == 'cuda' else 'plain'
     if verify not in (*FORMS, 'auto'): raise ValueError(f"verify is {verify!r}: {', '.join(FORMS)} or auto is needed")
     if verify == 'whole' and draft is not None and (why := whole_refusal(model, make_prompt_cache(model) if prompt_cache is None else getattr(prompt_cache, '_target', prompt_cache))): raise ValueError(f"verify is 'whole': {why}")
@@ -153,7 +164,20 @@ def stream_generate(
     read = (lambda: run.prefill_sparse(sparse, tokens, progress=progress, **(sparse_options or {}))) if sparse is not None and tokens else lambda: run.prefill(tokens, prefill_step_size, progress)
     return _stream(run, tokenizer.detokenizer, read)
 
+_under_way = weakref.WeakSet()                                              # generators
+
+@atexit.register
+def _close_all():
+    "One that is suspended when a script ends is closed while everything that it needs is still there."
+    for gen in list(_under_way):
+        with contextlib.suppress(Exception): gen.close()
+
 def _stream(run, detokenizer, read):
+    gen = _steps(run, detokenizer, read)
+    _under_way.add(gen)
+    return gen
+
+def _steps(run, detokenizer, read):
     c, stats, failed = run.cache, run.stats, True
     if c._run is not None: raise ValueError("another generation is under way on this cache: close it first")
     c._run = run
@@ -181,7 +205,9 @@ def _stream(run, detokenizer, read):
         except GeneratorExit:
             failed = False
             raise
-        finally: run.finish(failed)
+        finally:
+            if getattr(threading.current_thread(), 'drafts', False): run.leave()     # a draft's worker: the cyclic collector may run there
+            else: run.finish(failed)
 
 def generate(
     model, draft, tokenizer, prompt, # as in `stream_generate`

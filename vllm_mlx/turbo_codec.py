@@ -86,12 +86,12 @@ def distortion(
     low, more = _split(dim, bits)
     return more * lloyd_max(dim, low + 1)[1] + (dim - more) * lloyd_max(dim, low)[1]
 
-# %% ../nbs/30_codec.ipynb #0e66e691
+# %% ../nbs/30_codec.ipynb #d2d1319c
 def whole_limit(
     dim, # of the vectors
 ):       # int
-    "The largest entry that a vector is scaled to before it is rounded: sqrt(dim) of it, times a row of the rotation of length 2**11, stays below 2**24."
-    return int(2 ** 24 / (2 ** 11 + dim ** 0.5) / dim ** 0.5)
+    "The largest entry that a vector is scaled to before it is rounded: sqrt(dim) of it, times a row of the rotation of length 2**11, stays below 2**24, and it has no more than the 11 bits of TF32."
+    return min(2 ** 11, int(2 ** 24 / (2 ** 11 + dim ** 0.5) / dim ** 0.5))
 
 class Codec:
     "Vectors of one size to codes and back. The same object serves all layers: see `codec`."

@@ -6,7 +6,7 @@
 __all__ = ['MOST', 'machine', 'prepare_step', 'relative_error', 'program_errors', 'backend_lines', 'ane_report',
            'add_report_options', 'run_report', 'main']
 
-# %% ../../nbs/23a_ane_report.ipynb #b0405403
+# %% ../../nbs/23a_ane_report.ipynb #c8922284
 import argparse, importlib.metadata, platform, subprocess, sys, time
 from collections import Counter
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from .draft import ANEDraftModel, why_not
 from .interpreter import compute_units, load_program
-from .kernels import to_columns
+from .kernels import mil, to_columns
 from .power import PowerMeter, profile_draft_step, profile_summary
 from .programs import spread_norm
 from ..dflash import DRAFTS, default_draft, load_dflash, tiny_draft
@@ -157,7 +157,7 @@ def ane_report(
         try: yield from backend_lines(draft, tokenizer, tokens, backend, **options)
         except Exception as e: yield f"- FAILED with {type(e).__name__}: {e}"       # a finding; the rest of the report is worth having
 
-# %% ../../nbs/23a_ane_report.ipynb #ab037271
+# %% ../../nbs/23a_ane_report.ipynb #d3c9b915
 def add_report_options(
     parser, # argparse.ArgumentParser, or a subparser of the `vllm_mlx` command
 ):
@@ -174,12 +174,13 @@ def run_report(
     options, # as `add_report_options` has them
     say=print, # called with each line
 ):             # bool
-    "Load what is asked for, and report; False when something failed, differs or is wrong. Raises what loading raises."
+    "Load what is asked for, and report; False when something failed, differs or is wrong. Raises what loading raises, and ImportError without coremltools."
     for name, n in dict(context=options.context, max_tokens=options.max_tokens, seconds=options.seconds).items():
         if not 0 < n < float("inf"): raise ValueError(f"--{name.replace('_', '-')} is {n}: a number above 0 is needed")
     if options.draft and not options.model: raise ValueError(f"--draft is {options.draft} without --model: name the target that it drafts for")
     models = [options.model] if options.model else [d["target"] for n, d in DRAFTS.items() if default_draft(d["target"]) == n]
     if not models: raise ValueError("no draft is shipped with this installation: name a --model")
+    mil()                                                                    # before anything is loaded
     return all([_report_of(model, options, say) for model in models])
 
 def _report_of(model, options, say): # one model
