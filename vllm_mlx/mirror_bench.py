@@ -162,7 +162,7 @@ def bench_mirror(
         say(f"turn {turn + 1} of {turns} took {took:.0f} s: " + ", ".join(f"{r['name']} {r['tokens_per_second'][0]:.1f}" for r in result["speed"] if r["kind"] == ("all" if len(kinds) > 1 else kinds[0])))
     return tell()
 
-# %% ../nbs/24b_mirror_bench.ipynb #69b8dd3b
+# %% ../nbs/24b_mirror_bench.ipynb #e3c4e773
 _num = lambda v, f="{:.2f}": "" if v is None else f"{f.format(v[0])} ({f.format(v[1])} to {f.format(v[2])})" if isinstance(v, (list, tuple)) else f.format(v)
 
 def mirror_table(
@@ -202,7 +202,7 @@ def plot_mirror(
     from vllm_mlx.plots import COLORS, plot_bars
     kinds = [r["kind"] for r in result["speed"]]
     if not kinds: raise ValueError("no turn was timed: there is no speed to draw")
-    short = lambda name: name.replace(", draft ", "\n").replace("mirror, 3 branches", "mirror,\n3 branches").replace("the ", "").replace("a process", "process") if "," in name else name.replace(" ", "\n", 1)
+    short = lambda name: name.replace(", draft ", "\n").replace("mirror, 3 branches", "3\nbranches").replace("on the ", "").replace("in a ", "") if "," in name else name.replace(" ", "\n", 1)
     rows = [r for r in result["speed"] if r["kind"] == ("all" if "all" in kinds else kinds[0])]
     fig = plot_bars({short(r["name"]): r["over_plain"][0] for r in rows}, "times the speed of mlx-lm", fmt="{:.2f}", title=f"{result.get('model', '')} on {result['device']}, {result['dtype']}".removeprefix(" on "))
     looks = dict(plain=dict(color=COLORS["dropped"]), serial=dict(color=COLORS["target"]), parallel=dict(color=COLORS["draft"]), mirror=dict(color=COLORS["draft"], alpha=0.6), **{"as it comes": dict(color=COLORS["kept"])})

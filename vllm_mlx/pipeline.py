@@ -15,7 +15,7 @@ from .compiled_verify import FORMS
 from .processors import covered, overlap
 from .rounds import SpecStats
 
-# %% ../nbs/23e_pipeline.ipynb #114dfe15
+# %% ../nbs/23e_pipeline.ipynb #f72e8f65
 @dataclass
 class MirrorStats(SpecStats):
     "`SpecStats`, and what the second processor did."
@@ -24,7 +24,7 @@ class MirrorStats(SpecStats):
     hits: dict = field(default_factory=dict)  # accepted drafts of a block -> [times that a draft made meanwhile applied, times that none did]
     ahead: list = field(default_factory=list) # tokens of each round whose drafts were made ahead
     fresh: list = field(default_factory=list) # and of each whose drafts were made when the text was known
-    branches: int = 0         # drafts made ahead
+    branches: int = 0         # drafts made ahead; one that was under way when the text ended is here and nowhere else
     dropped: int = 0          # jobs that nobody waited for: what they presumed had not come true, or they were late
     serial_rounds: int = 0    # rounds of the serial loop: probes, and after falling back
     why: str = ""             # the last verdict on the pipeline
