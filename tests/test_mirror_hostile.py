@@ -338,3 +338,77 @@ def test_bad_input_changes_nothing(family, ids):
     with pytest.raises(ValueError, match="has ended"): stream_generate(model, draft, ids, PROMPT, stats=SpecStats(finish_reason="stop"))
     with pytest.raises(ValueError, match="prefill_step_size is 2.5"): stream_generate(model, draft, ids, PROMPT, prefill_step_size=2.5)
     for forever in (float("inf"), 1e12): assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=6, processor=Told(text), fresh="processor", fall_back=False, timeout=forever)) == text[30:36]
+
+
+# --- what the loop does with drafts made ahead
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("wrong", [0, 3, 5])
+def test_only_what_applies_counts_as_a_hit(wrong, apart, family, ids):
+    "With one branch a hit needs the whole block right, and the token after it, whether the loop waits for drafts that miss or not."
+    model, draft, text = family("qwen3_5")
+    p, stats = Told(text, wrong), MirrorStats()
+    p.apart = apart
+    assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=40, block_size=4, processor=p, fresh="processor", fall_back=False, stats=stats)) == text[30:70]
+    assert stats.hits and all(h == 0 for accepted, (h, _) in stats.hits.items() if accepted < 3)
+    if wrong == 0: assert all(m == 0 for _, m in stats.hits.values()) and len(stats.ahead) > 5 and set(stats.ahead[:-2]) == {4}
+    else: assert sum(m for _, m in stats.hits.values()) > 2
+
+def test_a_draft_from_the_old_anchor_begins_where_the_text_goes_on(family, ids):
+    "Condition \"long\": what the block used up of it is cut off."
+    model, draft, text = family("llama")
+    for wrong in (0, 7):
+        p, stats = Told(text, wrong), MirrorStats()
+        p.apart = False
+        assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=40, block_size=4, condition="long", processor=p, fresh="processor", fall_back=False, stats=stats)) == text[30:70]
+        assert stats.useful and (min(stats.ahead[:-2]) == 4 if not wrong else max(stats.ahead) > 1)
+
+def test_drawn_drafts_made_ahead_keep_the_law(family, ids):
+    "Every place has three tokens of known probability, whatever came before; the draft has other ones. The tokens follow the target's, drafted ahead or not."
+    model, draft, _ = family("llama")
+    law, other, V = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.5, 0.2]), draft.config.vocab_size
+    at = lambda i: np.random.default_rng(i).choice(np.arange(10, 500), 3, replace=False)
+    def row(i, p):
+        out = np.full(V, -40.0, np.float32)
+        out[at(i)] = np.log(p)
+        return out
+    class Other(DraftProcessor):
+        apart = False
+        def work(self, job):
+            lg = lambda b: np.stack([row(b.position + len(b.block) + i, other) for i in range(b.drafts)])
+            return [Proposal(lg(b).argmax(-1).tolist(), lg(b), [dict(zip(at(b.position + len(b.block) + i).tolist(), other)) for i in range(b.drafts)]) for b in job.branches]
+    counts, hits, ahead = np.zeros(3), 0, 0
+    for seed in range(RUNS := 40):
+        stats = MirrorStats()
+        got = tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=16, block_size=3, temperature=1.0, seed=seed, proposal="sampled", branches=6, condition="known", fresh="processor", fall_back=False, processor=Other("a law"),
+                                      logits_processors=[lambda tokens, logits: mx.broadcast_to(mx.array(row(len(tokens), law)), logits.shape)], stats=stats))
+        for i, t in enumerate(got): counts[at(30 + i).tolist().index(t)] += 1
+        hits, ahead = hits + stats.useful, ahead + sum(n - 1 for n in stats.ahead)
+    want = law * counts.sum()
+    assert hits > RUNS and ahead > RUNS / 2 and counts.sum() == 16 * RUNS
+    assert ((counts - want) ** 2 / want).sum() < 9.2, counts                                       # two degrees of freedom: one in a hundred
+
+@pytest.mark.parametrize("kind", ["programs", "process"])
+def test_a_trap_in_the_worker(kind, family, ids, tmp_path):
+    "MLX raises in the worker's thread there: nothing calls it. And the trap is one."
+    forbid_mlx = pytest.importorskip("vllm_mlx.ane.draft").forbid_mlx
+    model, draft, text = family("llama")
+    if kind == "programs":
+        pytest.importorskip("coremltools", reason="not available here: pip install 'coremltools>=9.0,<10'")
+        from vllm_mlx.ane.draft import ANEDraftModel
+        make = lambda: mirror.ANEDraftProcessor(ANEDraftModel(draft, "reference", context=64, folder=tmp_path, precision="float32").load_weights())
+    else: make = lambda: ProcessDraftProcessor(draft)
+    for also in (lambda: None, lambda: mx.array([1.0]) + 1):
+        p = make(); real = p.timed
+        gen = stream_mirror(model, draft, ids, PROMPT, max_tokens=12, block_size=3, processor=p, fresh="processor", fall_back=False)
+        out = [next(gen).token for _ in range(2)]                                              # opened, at the latest with the second
+        with forbid_mlx() as trap:
+            def watched(job):
+                trap.watch()
+                also()
+                return real(job)
+            p.timed = watched
+            if also() is None: assert out + tokens_of(gen) == text[30:42]
+            else:
+                with pytest.raises(WorkerError): tokens_of(gen)
+        if kind == "process": p.process.end()

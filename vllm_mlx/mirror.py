@@ -290,7 +290,7 @@ class _MirrorRun(_MirrorRun):
         self.right, self.tried = 0.9 * self.right + accepted, 0.9 * self.tried + min(accepted + 1, len(drafts))
         return accepted, new, logprobs, time.perf_counter() - judged
 
-# %% ../nbs/24_mirror_sd.ipynb #dafeb83b
+# %% ../nbs/24_mirror_sd.ipynb #6f372b5c
 class _MirrorRun(_MirrorRun):
     def choose(self):
         if not self.piped: return super().choose()
@@ -323,7 +323,7 @@ class _MirrorRun(_MirrorRun):
         return self.processor.close(min(5.0, self.plan.timeout)) if self.opened and self.processor is not None else None
 
     def leave(self):
-        self.let_go()
+        if (problem := self.let_go()) is not None: self.stats.failures.append(problem)
         super().leave()
 
     def finish(self, failed):

@@ -6,8 +6,9 @@
 __all__ = ['LOOPS', 'PLACES', 'bench_mirror', 'mirror_table', 'cost_table', 'condition_table', 'plot_mirror', 'where_from',
            'record_timeline', 'add_bench_options', 'run_bench', 'main']
 
-# %% ../nbs/24b_mirror_bench.ipynb #c7cb1c69
+# %% ../nbs/24b_mirror_bench.ipynb #bc2f2a7c
 import argparse, json, sys, time
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -20,6 +21,7 @@ from .alignment import measure_conditions
 from .compiled_verify import FORMS
 from .dflash import default_draft, load_dflash
 from .drafts import _about, _run, _spread, heldout_prompts
+from .gdn import fast_gdn, gdn_layers
 from .kod import CostCurve
 from .kod_memory import KodMemory
 from .mirror import stream_mirror
@@ -162,7 +164,7 @@ def bench_mirror(
         say(f"turn {turn + 1} of {turns} took {took:.0f} s: " + ", ".join(f"{r['name']} {r['tokens_per_second'][0]:.1f}" for r in result["speed"] if r["kind"] == ("all" if len(kinds) > 1 else kinds[0])))
     return tell()
 
-# %% ../nbs/24b_mirror_bench.ipynb #e3c4e773
+# %% ../nbs/24b_mirror_bench.ipynb #b4bc6122
 _num = lambda v, f="{:.2f}": "" if v is None else f"{f.format(v[0])} ({f.format(v[1])} to {f.format(v[2])})" if isinstance(v, (list, tuple)) else f.format(v)
 
 def mirror_table(
@@ -208,7 +210,9 @@ def plot_mirror(
     looks = dict(plain=dict(color=COLORS["dropped"]), serial=dict(color=COLORS["target"]), parallel=dict(color=COLORS["draft"]), mirror=dict(color=COLORS["draft"], alpha=0.6), **{"as it comes": dict(color=COLORS["kept"])})
     for bar, r in zip(fig.axes[0].patches, rows):
         bar.set(**next((l for n, l in looks.items() if r["name"].startswith(n)), {}), hatch="..." if "branches" in r["name"] else "", edgecolor="white")
-    fig.axes[0].axhline(1, color="black", lw=0.8, ls=":")
+    fig.axes[0].axhline(1, color="black", lw=0.8, ls=":", zorder=0)
+    if len(rows) > 8:
+        for t in fig.axes[0].get_xticklabels(): t.set_fontsize(6)
     return fig
 
 def where_from(
@@ -218,7 +222,7 @@ def where_from(
     s = result["settings"]
     return f"{result['device']}, {result['dtype']}, {result.get('date', '')}; {sum(s['prompts'].values())} prompts, answers of {s['max_tokens']} tokens, {max((r['turns'] for r in result['speed']), default=0)} turns (median, lowest and highest): `{result.get('command', '')}`" + (f" ({result['note']})" if 'note' in result else "")
 
-# %% ../nbs/24b_mirror_bench.ipynb #8a62bb1e
+# %% ../nbs/24b_mirror_bench.ipynb #e74acc44
 def record_timeline(
     model, draft, tokenizer, prompt, # as in `stream_mirror`
     max_tokens=24,
@@ -252,6 +256,7 @@ def add_bench_options(
     add("--block", type=int, default=4, metavar="N", help="anchor and drafts (default: %(default)s)")
     add("--loops", metavar="L;L", help=f"of {'; '.join(LOOPS)}; separated by semicolons, as one has a comma in it (default: all)")
     add("--draft-on", default="cpu", metavar="D,D", help="of cpu (a thread where that is MLX's default device, else a process), gpu, process (on MLX's default device) (default: %(default)s)")
+    add("--fast-gdn", action="store_true", help="let a hybrid's layers use the kernels of chapter 10, in every loop, mlx-lm's too")
     add("--verify", default="plain", metavar="F", help="form of the verification: plain, layers, whole or auto (default: %(default)s)")
     add("--limit", type=float, metavar="S", help="seconds after which no turn is begun; the first pass over a prompt, which is not timed and compiles, may take longer")
     add("--timeline", action="store_true", help="record one run of `mirror` instead, round by round")
@@ -281,14 +286,17 @@ def run_bench(
     name = options.draft or default_draft(alias)
     if name is None: raise ValueError(f"no draft is shipped for {alias}: name one with --draft")
     draft = load_dflash(name, model)
+    if options.fast_gdn and not gdn_layers(model): raise ValueError(f"--fast-gdn is for hybrids: {alias} has no GatedDeltaNet layers")
     def save(result):
-        if out is not None: out.write_text(json.dumps(dict(command=command, date=str(date.today()), model=alias, draft_name=str(name)) | result, indent=1) + "\n")
-    if options.timeline: result = record_timeline(model, draft, tokenizer, prompts[options.kinds.split(",")[0]][0], options.max_tokens, early=True, fresh="processor", block_size=options.block, verify=options.verify)
-    else:
-        processors = {PLACES[d][0]: PLACES[d][1](draft) for d in where}
-        result = bench_mirror(model, draft, tokenizer, prompts, options.max_tokens, options.turns, options.block, {n: LOOPS[n] for n in names}, processors, options.verify, limit_s=options.limit, say=say, report=save)
+        if out is not None: out.write_text(json.dumps(dict(command=command, date=str(date.today()), model=alias, draft_name=str(name), fast_gdn=options.fast_gdn) | result, indent=1) + "\n")
+    with fast_gdn(model) if options.fast_gdn else nullcontext(): result = _bench_or_timeline(options, where, prompts, names, model, draft, tokenizer, say, save)
     save(result)
     return result
+
+def _bench_or_timeline(options, where, prompts, names, model, draft, tokenizer, say, save):
+    if options.timeline: return record_timeline(model, draft, tokenizer, prompts[options.kinds.split(",")[0]][0], options.max_tokens, early=True, fresh="processor", block_size=options.block, verify=options.verify)
+    processors = {PLACES[d][0]: PLACES[d][1](draft) for d in where}
+    return bench_mirror(model, draft, tokenizer, prompts, options.max_tokens, options.turns, options.block, {n: LOOPS[n] for n in names}, processors, options.verify, limit_s=options.limit, say=say, report=save)
 
 def main(
     argv=None, # words after the command; None: those of this process
