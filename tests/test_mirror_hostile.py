@@ -216,14 +216,62 @@ def test_the_collector_runs_in_a_worker(whose, family, ids, monkeypatch):
         else: assert tokens_of(stream_mirror(model, draft, ids, PROMPT, processor=others, **kw)) == text[30:60]
     finally: gc.enable()
     assert not armed and unraisable == [] and not any(n.startswith("draft on") for n in settled) and mine.thread is None and others.thread is None
+    later = stream_mirror(model, draft, ids, PROMPT, processor=mine, **kw)                         # its processor is another's by now
+    seen = [next(later).token for _ in range(6)]
+    if mine.thread is None: mine.open()
+    thread = mine.thread
     assert cache.tokens == PROMPT + out
     assert_exact(model, cache)
     assert tokens_of(stream_generate(model, draft, ids, [], max_tokens=8, prompt_cache=cache)) == text[37:45]
+    assert mine.thread is thread and thread.is_alive() and seen + tokens_of(later) == text[30:60]
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_two_threads_want_one_processor(kind, family, ids):
+    "One gets it, the other is told, and neither takes anything from the other."
+    model, draft, text = family("llama")
+    base, here, go = MLXDraftProcessor if kind == "thread" else ProcessDraftProcessor, threading.Barrier(2), {}
+    class Slow(base):
+        def take_over(self, context): super().take_over(context); time.sleep(0.3)
+    p = Slow(draft)
+    def use(name):
+        here.wait(20)
+        try: p.open(); go[name] = "open"
+        except RuntimeError as e: go[name] = str(e)
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join(120)
+    assert sorted(v.endswith("is in use: close it first") for v in go.values()) == [False, True] and "open" in go.values()
+    p.start(Job([Branch((), (3,), 0, 2)])); assert len(p.join(30)[0]) == 1 and p.close() is None
+    done = {}
+    def told(name):
+        here.wait(20)
+        try: done[name] = tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=12, processor=q, fresh="processor", fall_back=False))
+        except RuntimeError as e: done[name] = str(e)
+    class Late(Told):
+        def take_over(self, context): time.sleep(0.3)
+    q = Late(text)
+    threads = [threading.Thread(target=told, args=(i,)) for i in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join(120)
+    fine = [v for v in done.values() if v == text[30:42]]
+    assert fine and all(v == text[30:42] or "is in use by another generation" in str(v) for v in done.values())
+    if kind == "process": p.process.end()
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system's threads cannot be counted here")
+def test_generations_leave_nothing_in_the_system(family, ids):
+    "Neither threads, nor streams, which have one each, nor files."
+    model, draft, text = family("llama")
+    count = lambda: (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+    def once(): assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=8, fresh="processor", fall_back=False)) == text[30:38]; mx.clear_cache()
+    for _ in range(3): once()
+    before = count()
+    for _ in range(12): once()
+    assert all(b <= a + 2 for a, b in zip(before, count())), (before, count())
 
 
 # --- the end of the interpreter, and forks
 
-@pytest.mark.parametrize("what", ["suspended", "error", "busy", "finished", "serial"])
+@pytest.mark.parametrize("what", ["suspended", "error", "busy", "finished", "serial", "process"])
 def test_the_interpreter_ends_in_peace(what, tmp_path):
     script = tmp_path / "main.py"
     script.write_text(textwrap.dedent("""
@@ -231,7 +279,7 @@ def test_the_interpreter_ends_in_peace(what, tmp_path):
         from vllm_mlx.alignment import Branch
         from vllm_mlx.dflash import tiny_draft
         from vllm_mlx.models import load, tiny_model
-        from vllm_mlx.mirror import MLXDraftProcessor, stream_mirror
+        from vllm_mlx.mirror import MLXDraftProcessor, ProcessDraftProcessor, stream_mirror
         from vllm_mlx.processors import Job
         from vllm_mlx.speculate import stream_generate
         what, model = sys.argv[1], tiny_model("llama")
@@ -241,7 +289,7 @@ def test_the_interpreter_ends_in_peace(what, tmp_path):
             p.start(Job([Branch((), (t,), t, 4) for t in range(400)])); time.sleep(0.05)
         else:
             ids = load("smollm2-135m")[1]
-            gen = stream_generate(model, draft, ids, list(range(5, 30)), max_tokens=40) if what == "serial" else stream_mirror(model, draft, ids, list(range(5, 30)), max_tokens=40, fall_back=False, fresh="processor")
+            gen = stream_generate(model, draft, ids, list(range(5, 30)), max_tokens=40) if what == "serial" else stream_mirror(model, draft, ids, list(range(5, 30)), max_tokens=40, fall_back=False, fresh="processor" if what != "process" else "target", processor=ProcessDraftProcessor(draft) if what == "process" else None)
             for i, r in enumerate(gen):
                 if what != "finished" and i == 8: break
             if what == "error": 1 / 0
@@ -329,13 +377,20 @@ def test_bad_input_changes_nothing(family, ids):
     sparse = SpecPrefill(model, threshold=0, keep_pct=0.5)
     for kw, words in ((dict(prompt_cache=SpecCache(model, other)), "it was made for another draft"), (dict(prompt_cache=SpecCache(model, less)), "a draft with 3 layers"),
                       (dict(prompt_cache=SpecCache(tiny_model("qwen3_5", num_hidden_layers=8), draft)), "of another model"), (dict(processor=MLXDraftProcessor(other)), "reads layers [0, 1]"),
-                      (dict(processor=draft), "a DraftProcessor is needed"), (dict(processor="cpu"), "processor is 'cpu'"), (dict(stats=used), "has ended (length)"), (dict(stats=SpecStats()), "stats is a SpecStats"),
+                      (dict(processor=draft), "a DraftProcessor is needed"), (dict(processor="cpu"), "processor is 'cpu'"), (dict(stats=used), "of another generation (3 tokens, length)"), (dict(stats=SpecStats()), "stats is a SpecStats"),
                       (dict(timeout=None), "timeout is None"), (dict(timeout="5"), "timeout is '5'"), (dict(timeout=0), "timeout is 0"), (dict(early="no"), "early is 'no'"), (dict(early=True, exit_layer=1.0), "exit_layer is 1.0"),
                       (dict(exit_layer=2), "exit_layer is 2: only"), (dict(sparse=sparse, sparse_options=dict(foo=1)), "sparse_options has 'foo'"), (dict(prefill_step_size=2.5), "prefill_step_size is 2.5"), (dict(branches=2.0), "branches is 2.0")):
         with pytest.raises(ValueError) as e: stream_mirror(model, draft, ids, PROMPT, **kw)
         assert words in str(e.value), (kw, str(e.value))
         if "prompt_cache" in kw: assert kw["prompt_cache"].tokens == []
-    with pytest.raises(ValueError, match="has ended"): stream_generate(model, draft, ids, PROMPT, stats=SpecStats(finish_reason="stop"))
+    for good in (dict(prefill_step_size=np.int64(16)), dict(timeout=np.float32(5)), dict(early=np.True_, exit_layer=np.int64(1))): assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=4, processor=Told(text), **good)) == text[30:34]
+    twice = SpecStats(); first, second = (stream_generate(model, draft, ids, PROMPT, max_tokens=4, stats=twice) for _ in range(2))
+    assert tokens_of(first) == text[30:34]
+    with pytest.raises(ValueError, match="of another generation"): tokens_of(second)
+    p = Told(text); p.open(); job = Job([Branch((), (3,), 30, 2)])
+    p.start(job); p.drop(); p.settle(10); p.start(job)
+    assert p.join(10)[0][0].tokens == text[31:33] and not job.unwanted and p.close() is None
+    with pytest.raises(ValueError, match="of another generation"): stream_generate(model, draft, ids, PROMPT, stats=SpecStats(finish_reason="stop"))
     with pytest.raises(ValueError, match="prefill_step_size is 2.5"): stream_generate(model, draft, ids, PROMPT, prefill_step_size=2.5)
     for forever in (float("inf"), 1e12): assert tokens_of(stream_mirror(model, draft, ids, PROMPT, max_tokens=6, processor=Told(text), fresh="processor", fall_back=False, timeout=forever)) == text[30:36]
 

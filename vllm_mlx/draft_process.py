@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['copy_draft', 'copy_context', 'ProcessLost', 'DraftProcess']
 
-# %% ../nbs/23b_draft_process.ipynb #3b8a2c1c
+# %% ../nbs/23b_draft_process.ipynb #2b6f66ff
 import contextlib, os, pickle, select, signal, socket, struct, subprocess, sys, threading, time, traceback, weakref
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from .alignment import Cancelled, draft_branches
 from .layers import _clone
+from .rounds import at_the_end
 
 # %% ../nbs/23b_draft_process.ipynb #7c8df57e
 def _through_numpy(a, dtype=None):
@@ -114,7 +115,7 @@ def _serve(fd):
             except BaseException as e: answer = False, (_goes(e), traceback.format_exc())
             link.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
 
-# %% ../nbs/23b_draft_process.ipynb #c43beb4f
+# %% ../nbs/23b_draft_process.ipynb #78b3ba79
 class ProcessLost(RuntimeError): "The process ended without an answer."
 
 def _end(process, link, ours, maker):
@@ -127,9 +128,10 @@ def _end(process, link, ours, maker):
         if not isinstance(e, subprocess.TimeoutExpired): raise
 
 _all = weakref.WeakSet()
-def _in_a_fork():                                                          # else the process would live as long as the fork
+def _end_each():
     for p in list(_all): p.end()
-if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_in_a_fork)
+at_the_end(2, _end_each)
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_end_each)     # else the process would live as long as the fork
 
 def _cores(): return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -155,7 +157,8 @@ class DraftProcess:
         with theirs: self._process = subprocess.Popen([os.fsdecode(spawn.get_executable()), "-c", code], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment, start_new_session=True)    # an interrupt from the keyboard is for this process alone
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(patience), int(1e6 * (patience % 1)) or 1))
         self._link, self._holder, self._maker = Connection(os.dup(ours.fileno())), {}, os.getpid()
-        self.end = weakref.finalize(self, _end, self._process, self._link, ours, self._maker)   # also at the end of the interpreter
+        self.end = weakref.finalize(self, _end, self._process, self._link, ours, self._maker)
+        self.end.atexit = False                                             # but in its turn, below
         _all.add(self)
 
     def holds(self, draft):

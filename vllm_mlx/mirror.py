@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['stream_mirror', 'parallel_generate', 'mirror_sd_generate', 'MirrorStats', 'PipelineJudge', 'Plan']
 
-# %% ../nbs/24_mirror_sd.ipynb #473f6bc0
-import sys, time, warnings
+# %% ../nbs/24_mirror_sd.ipynb #03456da8
+import numbers, sys, time, warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ from .speculate import _check_cache, _check_draft, _check_kv, _check_size, _chec
 
 _all_ = ['MirrorStats', 'PipelineJudge', 'Plan']
 
-# %% ../nbs/24_mirror_sd.ipynb #db81276d
+# %% ../nbs/24_mirror_sd.ipynb #bb5f95fb
 class _MirrorRun(_Run):
     "One generation with a second processor."
     def __init__(self, *args, processor, plan, block, **kwargs):
@@ -43,6 +43,7 @@ class _MirrorRun(_Run):
             self.exit = pick_exit_layer(self.ids) if plan.exit_layer is None else plan.exit_layer
             self.exit_head = EarlyExit(self.model)
         self.between, self.aheads = True, []                        # whether an early launch lies between the halves; seconds of drafts made ahead, lately
+        self.mark = object()                                        # whose the processor is
         self.piped, self.draws, self.right, self.tried = False, 0, 1.0, 2.0         # drafts that stayed, of those that were judged, lately
 
     # --- features for the processor, beside those for the draft itself
@@ -72,7 +73,7 @@ class _MirrorRun(_Run):
         self.backlog = []
         return [(f, np.arange(end - f.shape[1], end))]
 
-# %% ../nbs/24_mirror_sd.ipynb #720d4f36
+# %% ../nbs/24_mirror_sd.ipynb #d96118a5
 class _MirrorRun(_MirrorRun):
     def note(self, side, what, begin, end): self.stats.spans.append(Span(side, what, self.stats.rounds, begin, end))
 
@@ -94,13 +95,15 @@ class _MirrorRun(_MirrorRun):
         return not self.processor.busy
 
     def check_free(self):
-        if not self.opened and self.processor.in_use: raise RuntimeError(f"{self.processor.name} is in use by another generation: close that first, or give each a processor of its own")
+        if self.processor.in_use: self.refuse()
+
+    def refuse(self): raise RuntimeError(f"{self.processor.name} is in use by another generation: close that first, or give each a processor of its own")
 
     def ask(self, branches, provisional=None, top=1):
         if not self.opened:
             self.flush()
-            self.check_free()
-            self.opened = True                                              # before: an interrupt right after `open` must find it
+            if not self.processor.claim(self.mark): self.refuse()           # before: an interrupt right after `open` must find it
+            self.opened = True
             self.processor.open(None if self.collects else self.cache._context)
         if not self.free():
             began, free = time.perf_counter(), self.free(self.plan.timeout)
@@ -290,7 +293,7 @@ class _MirrorRun(_MirrorRun):
         self.right, self.tried = 0.9 * self.right + accepted, 0.9 * self.tried + min(accepted + 1, len(drafts))
         return accepted, new, logprobs, time.perf_counter() - judged
 
-# %% ../nbs/24_mirror_sd.ipynb #6f372b5c
+# %% ../nbs/24_mirror_sd.ipynb #75eb1a86
 class _MirrorRun(_MirrorRun):
     def choose(self):
         if not self.piped: return super().choose()
@@ -320,7 +323,7 @@ class _MirrorRun(_MirrorRun):
     def let_go(self):
         "End the worker; gives what went wrong there."
         self.flying = self.drafted = None
-        return self.processor.close(min(5.0, self.plan.timeout)) if self.opened and self.processor is not None else None
+        return self.processor.close(min(5.0, self.plan.timeout)) if self.processor is not None and self.processor.held_by(self.mark) else None
 
     def leave(self):
         if (problem := self.let_go()) is not None: self.stats.failures.append(problem)
@@ -338,7 +341,7 @@ class _MirrorRun(_MirrorRun):
                     if failed and error is not None: error.add_note(told)
                     else: warnings.warn(told, RuntimeWarning, stacklevel=2)
 
-# %% ../nbs/24_mirror_sd.ipynb #8cdbb209
+# %% ../nbs/24_mirror_sd.ipynb #88978797
 def stream_mirror(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft, bound or not; or an ANEDraftModel
@@ -364,7 +367,7 @@ def stream_mirror(
 
     Raises ValueError, naming the setting, before anything is computed; WorkerError when the processor fails."""
     if max_tokens == 0 or max_tokens < -1 or not isinstance(max_tokens, int): raise ValueError(f"max_tokens is {max_tokens!r}: at least 1, or -1 for no limit, is needed")
-    if not isinstance(prefill_step_size, int) or prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size!r}: at least 1 token is needed")
+    if not isinstance(prefill_step_size, numbers.Integral) or prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size!r}: at least 1 token is needed")
     if draft is None: raise ValueError("draft is None: a pipeline needs one; speculate.stream_generate decodes without")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = prompt_ids(tokenizer, prompt, prompt_cache)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MirrorStats', 'PipelineJudge', 'pipeline_block', 'Plan']
 
-# %% ../nbs/23e_pipeline.ipynb #0a3261be
+# %% ../nbs/23e_pipeline.ipynb #a8b10b23
+import numbers
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +52,7 @@ class MirrorStats(SpecStats):
         return super().to_dict() | dict(processor=self.processor, hit_rate=self.hit_rate, hits={str(a): h for a, h in sorted(self.hits.items())}, useful=self.useful, wasted=self.wasted, dropped=self.dropped,
                                         tokens_per_round_ahead=mean(self.ahead), tokens_per_round_fresh=mean(self.fresh), serial_rounds=self.serial_rounds, clock=self.clock(), why=self.why, failures=[repr(f) for f in self.failures])
 
-# %% ../nbs/23e_pipeline.ipynb #8ee5d60d
+# %% ../nbs/23e_pipeline.ipynb #0220be12
 class PipelineJudge:
     "Whether the pipeline is faster than the serial loop: both measured, in tokens per second."
     def __init__(self,
@@ -66,7 +67,7 @@ class PipelineJudge:
         self.probe, self.first, self.wait, self.longest, self.margin, self.share = probe, wait, wait, longest, margin, share
         self.look = [0.0, 0.0]                                              # tokens and seconds of this look, with its first round
         self.seen, self.pipe, self.left, self.looking, self.skip, self.why = {False: [0.0, 0.0], True: [0.0, 0.0]}, False, probe, True, 1, "the serial loop is measured"
-        self.stayed = 0                                                     # tokens since the verdict
+        self.stayed, self.alarmed = 0, False                                # tokens since the verdict; whether the look is an early one
 
     def rate(self, pipe): # tokens per second, 0 before it is known
         tokens, seconds = self.seen[pipe]
@@ -86,7 +87,7 @@ class PipelineJudge:
         if self.skip: return
         if self.left <= 0: self._next()
         elif self.pipe and not self.looking and self.stayed >= self.first and self.rate(True) * (1 + 5 * self.margin) < self.rate(False):
-            self.wait = self.first
+            self.alarmed = True
             self._next()
 
     def _next(self):
@@ -99,7 +100,8 @@ class PipelineJudge:
             self.why = f"{'the pipeline pays' if keeps else 'the serial loop is faster'}: the pipeline gives {figures}"
             lost = 0.0 if not faster else self.look[1] - self.look[0] / other                             # a look that found the faster loop cost nothing
             self.looking, self.stayed, self.left = False, 0, max(self.wait, min(lost / self.share * other, 2 * self.longest))
-            self.wait = min(2 * self.wait, self.longest)
+            self.wait = self.first if self.alarmed and not self.pipe and keeps is False else min(2 * self.wait, self.longest)
+            self.alarmed = False
             if faster: self.pipe, self.skip = not self.pipe, 1
         else: self._look(self.probe, f"the {'serial loop' if self.pipe else 'pipeline'} is looked at again")
 
@@ -122,7 +124,7 @@ def pipeline_block(
     seconds = hits * np.maximum(verify, draft) + (1 - hits) * (verify + draft)              # both at once, or one after the other where nothing applied
     return 2 + int((tokens / seconds)[1:].argmax())
 
-# %% ../nbs/23e_pipeline.ipynb #1ba192d0
+# %% ../nbs/23e_pipeline.ipynb #cedad7e3
 @dataclass
 class Plan:
     "How drafts are made ahead. Raises ValueError naming a setting that cannot work."
@@ -138,7 +140,7 @@ class Plan:
     verify: str = "plain"     # form of the verification, of both loops: as in `speculate.stream_generate`; with an early exit each half has it
 
     def __post_init__(self):
-        if not isinstance(self.early, bool): raise ValueError(f"early is {self.early!r}: True or False is needed")
+        if not isinstance(self.early, (bool, np.bool_)): raise ValueError(f"early is {self.early!r}: True or False is needed")
         if self.condition is None: self.condition = "early" if self.early else "gap"
         if self.condition not in CONDITIONS: raise ValueError(f"condition is {self.condition!r}: one of {', '.join(map(repr, CONDITIONS))} is needed")
         if self.condition == "early" and not self.early: raise ValueError("condition 'early' needs early=True: without an early exit there are no early features")
@@ -150,6 +152,6 @@ class Plan:
         if self.on_failure not in ("raise", "serial"): raise ValueError(f"on_failure is {self.on_failure!r}: 'raise' or 'serial' is needed")
         if not isinstance(self.fall_back, (bool, PipelineJudge)): raise ValueError(f"fall_back is {self.fall_back!r}: True, False or a PipelineJudge is needed")
         if self.verify not in (*FORMS, "auto"): raise ValueError(f"verify is {self.verify!r}: {', '.join(FORMS)} or auto is needed")
-        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0: raise ValueError(f"timeout is {self.timeout!r}: seconds above 0 are needed")
+        if not isinstance(self.timeout, numbers.Real) or not self.timeout > 0: raise ValueError(f"timeout is {self.timeout!r}: seconds above 0 are needed")
         if self.exit_layer is not None and not self.early: raise ValueError(f"exit_layer is {self.exit_layer!r}: only a pipeline with early=True, as in mirror_sd_generate, has an exit")
         if self.exit_layer is not None and not isinstance(self.exit_layer, (int, np.integer)): raise ValueError(f"exit_layer is {self.exit_layer!r}: the index of a layer is needed")

@@ -6,8 +6,8 @@
 __all__ = ['Job', 'crossing', 'WorkerError', 'DraftProcessor', 'MLXDraftProcessor', 'ProcessDraftProcessor', 'ANEDraftProcessor',
            'processor_for', 'Span', 'covered', 'overlap', 'plot_timeline']
 
-# %% ../nbs/23c_processors.ipynb #eb474cad
-import atexit, contextlib, math, os, queue, threading, time, weakref
+# %% ../nbs/23c_processors.ipynb #075794e6
+import contextlib, math, os, queue, threading, time, weakref
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,8 +17,9 @@ from .alignment import Branch, Cancelled, Proposal, _as_dicts, _beliefs, _embedd
 from .dflash import DraftCache
 from .draft_process import DraftProcess, ProcessLost, _through_numpy, copy_context, copy_draft
 from .graphs import owned
+from .rounds import at_the_end
 
-# %% ../nbs/23c_processors.ipynb #da9a2ed3
+# %% ../nbs/23c_processors.ipynb #1408218e
 @dataclass
 class Job:
     "What a processor is asked for."
@@ -54,7 +55,7 @@ class DraftProcessor:
 
     several = True # whether a new thread may begin while one that was left behind is still at work
 
-    def __init__(self, name): self.name, self.thread, self.left, self.busy, self.dropped, self.lost, self._job, self._stop = name, None, None, False, False, False, None, threading.Event()
+    def __init__(self, name): self.name, self.thread, self.left, self.busy, self.dropped, self.lost, self._job, self._stop, self._user = name, None, None, False, False, False, None, threading.Event(), {}
 
     def prepare(self, job): return job               # asking thread
     def work(self, job): raise NotImplementedError   # worker: [Proposal], or what `finish` makes them from
@@ -69,16 +70,19 @@ class DraftProcessor:
         began = time.perf_counter()
         return self.work(job), began, time.perf_counter()
 
+    def claim(self, who): return self._user.setdefault("who", (who, threading.get_ident()))[0] is who    # whether it is the caller's now, to open and to close
+    def held_by(self, who): return self._user.get("who", (None, None))[0] is who
     @property
-    def in_use(self): return self.thread is not None and self.thread.is_alive()
+    def in_use(self): return bool(self._user)
 
     def open(self,
         context=None, # the draft's context so far; None: an empty one
     ):
         "Start the thread. Raises RuntimeError when it runs already, WorkerError when it cannot be started. Whatever it raises, nothing stays open."
-        if self.in_use: raise RuntimeError(f"{self.name} is in use: close it first")
-        self.close(0.0)                                                      # of a thread that ended by itself
-        if not self.several and self.left is not None and self.left.is_alive(): raise WorkerError(f"{self.name} is still at a job that nobody waited for")
+        me = object()
+        who, where = self._user.setdefault("who", (me, threading.get_ident()))
+        if who is not me and (where != threading.get_ident() or self.thread is not None): raise RuntimeError(f"{self.name} is in use: close it first")
+        if not self.several and self.left is not None and self.left.is_alive(): self._user.clear(); raise WorkerError(f"{self.name} is still at a job that nobody waited for")
         self._in, self._out, self._stop, self._job = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event(), None
         self.busy = self.dropped = self.lost = False
         try:
@@ -90,7 +94,7 @@ class DraftProcessor:
             try: thread.start()
             except RuntimeError as e: raise WorkerError(f"the draft on {self.name} could not be started: {e!r}") from e
         except BaseException:                                                # an interrupt may come anywhere
-            if self.thread is None: self.give_back(True)
+            if self.thread is None: self._user.clear(); self.give_back(True)
             else: self.close()
             raise
 
@@ -107,6 +111,7 @@ class DraftProcessor:
         "Hand over a job. Raises RuntimeError when one is under way, and when none can be."
         if self.thread is None or self.busy or self.lost: raise RuntimeError(f"{self.name} is {'lost' if self.lost else 'busy' if self.busy else 'not open'}")
         with crossing(): job = self.prepare(job)
+        job.unwanted = False
         self._job, self.busy = job, True
         self._in.put(job)
 
@@ -115,9 +120,9 @@ class DraftProcessor:
         until = math.inf if timeout is None else time.perf_counter() + timeout
         while True:
             with contextlib.suppress(queue.Empty): return self._out.get(timeout=min(1.0, max(0.0, until - time.perf_counter())))
-            if self.thread is None or not self.thread.is_alive() and self._out.empty():
+            if (thread := self.thread) is None or not thread.is_alive() and self._out.empty():
                 self.lost = True
-                raise WorkerError(f"the draft on {self.name} {'was closed' if self.thread is None else 'ended without an answer'}")
+                raise WorkerError(f"the draft on {self.name} {'was closed' if thread is None else 'ended without an answer'}")
             if time.perf_counter() >= until: return None
 
     def join(self,
@@ -151,20 +156,21 @@ class DraftProcessor:
     ):               # what went wrong and was not told yet, or None
         "End the thread. One that hangs is let go: it ends with its work. From that thread itself, in which the cyclic collector may run, it is told to end and not waited for."
         thread, told, failed = self.thread, None, None
-        if thread is None: return None
+        if thread is None: self._user.clear(); return None
         if self._job is not None: self._job.unwanted = True
         self._stop.set()
         self._in.put(None)
         own = thread is threading.current_thread()
         try:
             if thread.ident is not None and not own:
-                thread.join(timeout)
+                thread.join(None if timeout is None or timeout > 1e6 else timeout)
                 if not thread.is_alive(): _wait_for_end(thread)
             if late := thread.is_alive() and not own: told = self.stuck(thread, timeout)
         finally:                                                             # a second interrupt may end the waiting
             self.left = thread if thread.is_alive() else None
             self.thread, self._job, self.busy, self.dropped = None, None, False, False
             _open.discard(self)
+            self._user.clear()
             self.give_back(self.left is None)
         while not self._out.empty(): failed = self._out.get()[1] or failed
         if late: return WorkerError(f"the draft on {self.name} did not end in {timeout:g} s; {told or 'its thread is left to itself'}")
@@ -172,23 +178,29 @@ class DraftProcessor:
 
 _open = weakref.WeakSet()                                                    # processors with a thread
 
-@atexit.register
 def _close_all():
     "A daemon thread that is inside of MLX when the interpreter ends would abort the process."
     for p in list(_open):
         with contextlib.suppress(Exception): p.close()
+at_the_end(1, _close_all)
 
-# %% ../nbs/23c_processors.ipynb #939da6f7
+# %% ../nbs/23c_processors.ipynb #bf755e14
 _IDLE_STREAMS = {}      # device -> streams without a thread
 
 def _stream_on(device):
     idle = _IDLE_STREAMS.setdefault(str(device), [])
     return idle.pop() if idle else mx.new_thread_unsafe_stream(device)
 
+@contextlib.contextmanager
+def _on(stream):
+    "`mx.stream` would ask for the thread's stream so far, and MLX would make one, with a system's thread that stays."
+    mx.set_default_stream(stream)
+    yield
+
 def _is_cpu(device): return device == mx.Device(mx.cpu, 0)
 def _name_of(device): return "the CPU" if _is_cpu(device) else "the GPU"
 
-# %% ../nbs/23c_processors.ipynb #a1490361
+# %% ../nbs/23c_processors.ipynb #feffa482
 class MLXDraftProcessor(DraftProcessor):
     "An MLX draft in a thread of its own, on a stream of its own of MLX's default device."
     def __init__(self,
@@ -233,7 +245,7 @@ class MLXDraftProcessor(DraftProcessor):
         if mx.default_device() != self.device: raise RuntimeError(f"MLX's default device is {mx.default_device()}, and this processor was made for {self.device}: a thread on it would move everything else there; a ProcessDraftProcessor does not")
         super().open(context)
 
-    def around(self): return mx.stream(self._stream)
+    def around(self): return _on(self._stream)
 
     def work(self, job):
         for f, at in job.features: self.draft.extend(f, job.context, at)

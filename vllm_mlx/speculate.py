@@ -6,8 +6,8 @@
 __all__ = ['prompt_ids', 'stream_generate', 'generate', 'bench_speculate', 'bench_proposals', 'best_proposal', 'proposals_table',
            'KodMemory', 'SpecCache', 'SpecResponse', 'SpecStats', 'forget_pair', 'repetition']
 
-# %% ../nbs/15_speculate.ipynb #338cf74b
-import atexit, contextlib, inspect, threading, time, weakref
+# %% ../nbs/15_speculate.ipynb #9783e723
+import contextlib, inspect, numbers, threading, time, weakref
 from contextlib import ExitStack, nullcontext
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from .kod import BlockController, KodMemory
 from .kod_memory import forget_pair, pair_memory
 from .layers import attention_layout
 from .rollback import cache_leaves
-from .rounds import SpecCache, SpecResponse, SpecStats, _log_softmax, _Run, repetition
+from .rounds import SpecCache, SpecResponse, SpecStats, _log_softmax, _Run, at_the_end, repetition
 from .specprefill import encode_prompt, vocab_size
 from .split_sdpa import fast_rows
 
@@ -54,7 +54,7 @@ def prompt_ids(
     ids = list(out["input_ids"] if hasattr(out, "keys") else out)
     return cache.rest_of(ids) if isinstance(cache, SpecCache) and cache.tokens else ids
 
-# %% ../nbs/15_speculate.ipynb #8fb24f3a
+# %% ../nbs/15_speculate.ipynb #f1792859
 def _check_draft(model, draft):
     lent = getattr(draft, '_lent', draft)
     if lent is None: draft.bind(model)
@@ -95,7 +95,7 @@ def _check_sparse(model, sparse, options):
 def _check_stats(stats, kind):
     if stats is None: return
     if not isinstance(stats, kind): raise ValueError(f"stats is a {type(stats).__name__}: a {kind.__name__} is needed")
-    if stats.finish_reason is not None: raise ValueError(f"stats is of a generation that has ended ({stats.finish_reason}): a new {kind.__name__} is needed")
+    if stats.finish_reason is not None or stats.generation_tokens: raise ValueError(f"stats is of another generation ({stats.generation_tokens} tokens, {stats.finish_reason or 'not ended'}): a new {kind.__name__} is needed")
 
 def _check_size(block_size, draft, curve, memory=None):
     "(fixed size or None, BlockController or None); `memory` None: a new one."
@@ -106,7 +106,7 @@ def _check_size(block_size, draft, curve, memory=None):
     if not isinstance(size, int) or size < 1: raise ValueError(f"block_size is {block_size!r}: 'kod', None for the trained size ({trained}), or at least 1 is needed")
     return size, None
 
-# %% ../nbs/15_speculate.ipynb #b76a1335
+# %% ../nbs/15_speculate.ipynb #03907ea8
 def stream_generate(
     model,               # the target, an mlx-lm model
     draft,               # its DFlash draft; None: plain decoding, through the same loop
@@ -136,7 +136,7 @@ def stream_generate(
     Block sizes that "kod" chooses follow the clock and earlier requests. The text does not: with temperature 0, and with a seed under greedy and shared proposals, it is the target's for any sizes (in bfloat16 up to ties). Sampled proposals keep the distribution, but a seed gives the same text only with a fixed block_size.
     After every yield a SpecCache shows exactly the emitted tokens; so does a cache list once the generator has ended, was closed, or has raised."""
     if max_tokens == 0 or max_tokens < -1 or not isinstance(max_tokens, int): raise ValueError(f"max_tokens is {max_tokens!r}: at least 1, or -1 for no limit, is needed")
-    if not isinstance(prefill_step_size, int) or prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size!r}: at least 1 token is needed")
+    if not isinstance(prefill_step_size, numbers.Integral) or prefill_step_size < 1: raise ValueError(f"prefill_step_size is {prefill_step_size!r}: at least 1 token is needed")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = prompt_ids(tokenizer, prompt, prompt_cache)
     vocab = vocab_size(model)
@@ -166,11 +166,11 @@ def stream_generate(
 
 _under_way = weakref.WeakSet()                                              # generators
 
-@atexit.register
 def _close_all():
     "One that is suspended when a script ends is closed while everything that it needs is still there."
     for gen in list(_under_way):
         with contextlib.suppress(Exception): gen.close()
+at_the_end(0, _close_all)
 
 def _stream(run, detokenizer, read):
     gen = _steps(run, detokenizer, read)
@@ -180,6 +180,7 @@ def _stream(run, detokenizer, read):
 def _steps(run, detokenizer, read):
     c, stats, failed = run.cache, run.stats, True
     if c._run is not None: raise ValueError("another generation is under way on this cache: close it first")
+    _check_stats(stats, type(stats))
     c._run = run
     with wired_limit(run.model, [generation_stream]), ExitStack() as held:
         try:
