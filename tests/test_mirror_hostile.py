@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import vllm_mlx
 import vllm_mlx.mirror as mirror
+from vllm_mlx.ane.draft import forbid_mlx
 from vllm_mlx.alignment import Branch
 from vllm_mlx.dflash import tiny_draft
 from vllm_mlx.draft_process import DraftProcess
@@ -446,7 +447,6 @@ def test_drawn_drafts_made_ahead_keep_the_law(family, ids):
 @pytest.mark.parametrize("kind", ["programs", "process"])
 def test_a_trap_in_the_worker(kind, family, ids, tmp_path):
     "MLX raises in the worker's thread there: nothing calls it. And the trap is one."
-    forbid_mlx = pytest.importorskip("vllm_mlx.ane.draft").forbid_mlx
     model, draft, text = family("llama")
     if kind == "programs":
         pytest.importorskip("coremltools", reason="not available here: pip install 'coremltools>=9.0,<10'")
